@@ -1,0 +1,50 @@
+"""When to save, in the background, and what to keep: checkpoints for PyTorch Lightning."""
+
+from lightning_ckpt_policy.callback import CheckpointPolicy
+from lightning_ckpt_policy.errors import (
+    CheckpointError,
+    CheckpointSaveError,
+    DamagedCheckpointError,
+    SupersededError,
+)
+from lightning_ckpt_policy.io import AsyncCheckpointIO
+from lightning_ckpt_policy.ledger import SaveOutcome
+from lightning_ckpt_policy.record import CheckpointRecord, RecordError
+from lightning_ckpt_policy.retention import KeepAll, KeepBest, KeepLast, KeepSteps, Retention
+from lightning_ckpt_policy.store import CheckpointStore
+from lightning_ckpt_policy.triggers import (
+    AfterValidation,
+    AtSteps,
+    EveryInterval,
+    EveryNEpochs,
+    EveryNTrainSteps,
+    Progress,
+    Trigger,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AfterValidation",
+    "AsyncCheckpointIO",
+    "AtSteps",
+    "CheckpointError",
+    "CheckpointPolicy",
+    "CheckpointRecord",
+    "CheckpointSaveError",
+    "CheckpointStore",
+    "DamagedCheckpointError",
+    "EveryInterval",
+    "EveryNEpochs",
+    "EveryNTrainSteps",
+    "KeepAll",
+    "KeepBest",
+    "KeepLast",
+    "KeepSteps",
+    "Progress",
+    "RecordError",
+    "Retention",
+    "SaveOutcome",
+    "SupersededError",
+    "Trigger",
+]

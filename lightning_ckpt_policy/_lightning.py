@@ -1,0 +1,75 @@
+"""Lightning's private names that have no public counterpart, each used here and nowhere else.
+
+Lightning 2.5 to 2.6.6 have them all. A name that a later version takes away or changes is named by
+``tests/test_lightning_internals.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+
+def intercept_ckpt_path(select: Callable[..., tuple[bool, Any]]) -> None:
+    """Let ``select(trainer, state_fn, ckpt_path)`` answer what ``ckpt_path`` means, before Lightning does.
+
+    Lightning asks only ``ModelCheckpoint`` where ``"last"`` is, and offers no hook. The wrap is installed once per
+    process; ``select`` returns whether it has an answer, and the answer.
+    """
+    original = _CheckpointConnector._parse_ckpt_path
+    if getattr(original, "_ckpt_policy_wrap", False):
+        return
+
+    @functools.wraps(original)
+    def parse(self: Any, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
+        answered, path = select(self.trainer, state_fn, ckpt_path)
+        return path if answered else original(self, state_fn, ckpt_path, *args, **kwargs)
+
+    parse._ckpt_policy_wrap = True  # type: ignore[attr-defined]
+    _CheckpointConnector._parse_ckpt_path = parse
+
+
+def gradients_pending(trainer: Trainer) -> bool:
+    """Whether the current batch ends inside an accumulation window (automatic optimization)."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def is_last_batch(trainer: Trainer) -> bool:
+    """Whether the current batch is its epoch's last."""
+    return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def validation_is_due(trainer: Trainer) -> bool:
+    """Whether a validation runs after the current batch."""
+    loop = trainer.fit_loop
+    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def may_stop(trainer: Trainer, epoch_ends: bool) -> bool:
+    """Whether ``trainer.should_stop`` would end the fit at the end of the current batch, or of its epoch."""
+    loop = trainer.fit_loop
+    epochs = loop.epoch_progress.current.processed + epoch_ends
+    return (not loop.min_epochs or epochs >= loop.min_epochs) and (
+        not loop.min_steps or loop.epoch_loop.global_step >= loop.min_steps
+    )
+
+
+def train_loaders(trainer: Trainer) -> list[Any]:
+    """The train dataloaders as the loop uses them, flattened."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def mark_batch_completed(checkpoint: dict[str, Any]) -> None:
+    """Count the current batch as completed in a dumped checkpoint.
+
+    Lightning counts it only after ``on_train_batch_end``. At an epoch's last batch a stateful loader is then restored
+    at its end while the epoch counts as unfinished, and a whole epoch is skipped.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        counts["completed"] = counts["processed"]

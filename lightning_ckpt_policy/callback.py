@@ -1,0 +1,802 @@
+"""``CheckpointPolicy``: the one place that knows the Trainer."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Mapping
+
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, TypeVar
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_ckpt_policy import _lightning
+from lightning_ckpt_policy.errors import CheckpointError, CheckpointSaveError, DamagedCheckpointError, SupersededError
+from lightning_ckpt_policy.io import DEFAULT_SAVE_TIMEOUT, AsyncCheckpointIO, SaveRequest
+from lightning_ckpt_policy.ledger import Ledger, SaveOutcome
+from lightning_ckpt_policy.record import CheckpointRecord, is_safe_name
+from lightning_ckpt_policy.retention import KeepAll, KeepLast, Retention, as_retention, best
+from lightning_ckpt_policy.rng import collect_rng_state, restore_rng_state
+from lightning_ckpt_policy.store import Attempt, CheckpointStore
+from lightning_ckpt_policy.triggers import EveryNEpochs, Progress, Trigger, as_trigger
+
+STATE_KEY = "lightning_ckpt_policy"
+STATE_VERSION = 1
+BATCH_END: Literal["batch_end"] = "batch_end"
+VALIDATION_END: Literal["validation_end"] = "validation_end"
+EPOCH_END: Literal["epoch_end"] = "epoch_end"
+TRAIN_END = "train_end"
+T = TypeVar("T")
+
+
+class CheckpointPolicy(Checkpoint):
+    """Decides when to save and what to keep; saves in the background and deletes only what is superseded.
+
+    State is captured where a resume is exact: after a batch that ends an optimizer step and isn't followed by a
+    validation, at the end of a validation, or at the end of an epoch without one. A trigger that is due elsewhere, or
+    while a save is on its way, stays due until the next such point.
+
+    Args:
+        dirpath: Folder of the checkpoints, a local path or any fsspec URL; by default ``checkpoints`` in the Trainer's
+            ``default_root_dir``.
+        trigger: When to save; a list means any of. By default ``EveryNEpochs(1)``.
+        retention: What to keep; a list means what any of them keeps. By default ``KeepLast(2)``.
+        filename: Template of the file names, of ``step`` alone and without a suffix.
+        save_weights_only: Leave out optimizer, scheduler and loop state; such a checkpoint can't be resumed from.
+        save_on_train_end: Also save at the last possible point of a fit.
+        storage_options: Credentials and endpoints, as ``fsspec.open`` takes them; never written anywhere.
+        max_consecutive_failures: So many failed saves in a row end the fit with an error.
+        save_timeout: Seconds a save may take in the background before it counts as failed.
+
+    Raises:
+        TypeError, ValueError: At construction, naming the argument, its value and what to write instead.
+
+    >>> from lightning.pytorch import Trainer
+    >>> from lightning_ckpt_policy import CheckpointPolicy, EveryInterval, EveryNTrainSteps, KeepBest, KeepLast
+    >>> policy = CheckpointPolicy(
+    ...     "checkpoints",
+    ...     trigger=EveryNTrainSteps(1000) | EveryInterval(minutes=30),
+    ...     retention=KeepLast(3) | KeepBest(2, monitor="val_loss"),
+    ... )
+    >>> trainer = Trainer(callbacks=[policy], logger=False, enable_progress_bar=False)
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        trigger: Trigger | list[Trigger] | None = None,
+        retention: Retention | list[Retention] | None = None,
+        *,
+        filename: str = "step-{step:010d}",
+        save_weights_only: bool = False,
+        save_on_train_end: bool = True,
+        storage_options: dict[str, Any] | None = None,
+        max_consecutive_failures: int = 3,
+        save_timeout: float = DEFAULT_SAVE_TIMEOUT,
+    ) -> None:
+        super().__init__()
+        _check_filename(filename)
+        if isinstance(max_consecutive_failures, bool) or not (
+            isinstance(max_consecutive_failures, int) and max_consecutive_failures >= 1
+        ):
+            raise ValueError(f"max_consecutive_failures={max_consecutive_failures!r} must be an integer of at least 1")
+        if dirpath is not None and not isinstance(dirpath, (str, os.PathLike)):
+            raise TypeError(f"dirpath={dirpath!r} must be a path or an fsspec URL, not {type(dirpath).__name__}")
+        self.dirpath = None if dirpath is None else os.fspath(dirpath)
+        self.trigger = EveryNEpochs(1) if trigger is None else as_trigger(trigger)
+        self.retention = KeepLast(2) if retention is None else as_retention(retention)
+        self.filename = filename
+        self.save_weights_only = save_weights_only
+        self.save_on_train_end = save_on_train_end
+        self.max_consecutive_failures = max_consecutive_failures
+        self.save_timeout = save_timeout
+        self.history: list[SaveOutcome] = []
+        self._storage_options = storage_options
+        self._own_io = AsyncCheckpointIO(storage_options, save_timeout=save_timeout)
+
+        self._store: CheckpointStore | None = None
+        self._trainer: Callable[[], Trainer | None] = lambda: None
+        self._io = self._own_io
+        # which checkpoint this fit starts from
+        self._selected: str | None = None
+        self._asked_for_last = False
+        self._loaded: dict[str, Any] | None = None
+        self._resumed: CheckpointRecord | None = None
+        # the run that is on its way
+        self._active = False
+        self._ledger: Ledger | None = None
+        self._attempt: Attempt | None = None
+        self._deleted_before: list[CheckpointRecord] = []
+        self._since = Progress()
+        self._validations = 0
+        self._last_step = 0
+        self._stepped = True
+        self._logged: Mapping[str, Any] = {}
+        self._capturing: tuple[Progress, str] | None = None
+        # what went wrong so far
+        self._failures = 0
+        self._last_error: BaseException | None = None
+        self._superseded = False
+        self._delete_failures = 0
+        self._warned: set[str] = set()
+        _lightning.intercept_ckpt_path(_answer_ckpt_path)
+
+    # what users and loggers read
+
+    @property
+    def store(self) -> CheckpointStore:
+        """The store of this policy's folder.
+
+        Raises:
+            RuntimeError: ``dirpath`` wasn't given and no Trainer has used this policy yet.
+        """
+        if self._store is None:
+            if self.dirpath is None:
+                raise RuntimeError("dirpath=None is resolved when a Trainer first uses this policy; give a dirpath")
+            self._store = CheckpointStore(self.dirpath, self._storage_options)
+        return self._store
+
+    @property
+    def last_model_path(self) -> str:
+        """Path or URL of the newest confirmed checkpoint, ``""`` if there is none."""
+        record = self._newest()
+        return "" if record is None else self.store.path_of(record)
+
+    @property
+    def best_model_path(self) -> str:
+        """Path or URL of the best confirmed checkpoint by the first ``KeepBest``, ``""`` if there is none."""
+        record = self._best()
+        return "" if record is None else self.store.path_of(record)
+
+    @property
+    def best_model_score(self) -> torch.Tensor | None:
+        """The metric of the best confirmed checkpoint."""
+        return self._score(self._best())
+
+    @property
+    def current_score(self) -> torch.Tensor | None:
+        """The metric of the newest confirmed checkpoint."""
+        return self._score(self._newest())
+
+    @property
+    def save_top_k(self) -> int:
+        """-1 if everything is kept, as loggers ask it of ``ModelCheckpoint``."""
+        return -1 if isinstance(self.retention, KeepAll) else 1
+
+    @property
+    def deleted(self) -> list[CheckpointRecord]:
+        """The checkpoints that retention has deleted in this process, in order."""
+        return self._deleted_before + ([] if self._ledger is None else list(self._ledger.deleted))
+
+    def _newest(self) -> CheckpointRecord | None:
+        if self._ledger is not None:
+            return next((record for record in reversed(self._ledger.records) if not record.damaged), None)
+        return self.store.latest() if self._store is not None or self.dirpath is not None else None
+
+    def _best(self) -> CheckpointRecord | None:
+        if not self.retention.monitors:
+            return None
+        monitor, mode = self.retention.monitors[0]
+        if self._ledger is not None:
+            return best(self._ledger.records, monitor, mode)
+        return self.store.best(monitor, mode) if self._store is not None or self.dirpath is not None else None
+
+    def _score(self, record: CheckpointRecord | None) -> torch.Tensor | None:
+        if record is None or not self.retention.monitors or self.retention.monitors[0][0] not in record.metrics:
+            return None
+        return torch.tensor(record.metrics[self.retention.monitors[0][0]])
+
+    # before the fit: which checkpoint, is the store usable
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that this policy can work with the Trainer, and install its ``CheckpointIO``."""
+        if not isinstance(trainer, Trainer):
+            raise TypeError(
+                f"CheckpointPolicy works with lightning.pytorch.Trainer, not with {type(trainer).__module__}."
+                f"{type(trainer).__name__}: import Trainer and LightningModule from lightning.pytorch "
+                "(the package pytorch_lightning is a separate copy that ignores this callback)"
+            )
+        store = self._bind(trainer)
+        others = [cb for cb in trainer.callbacks if isinstance(cb, CheckpointPolicy) and cb is not self]
+        if any(other._bind(trainer).url == store.url for other in others):
+            raise ValueError(
+                f"two CheckpointPolicy callbacks share dirpath={store.url!r}: give each its own dirpath, "
+                "or join them in one with trigger=a | b and retention=a | b"
+            )
+        self._trainer = weakref.ref(trainer)
+        self._install_io(trainer)
+        self._loaded = None
+        self._resumed = None
+        if trainer.strategy.broadcast(self._selected is None) != (self._selected is None):
+            raise CheckpointError(
+                f'ckpt_path="last": rank {trainer.global_rank} and rank 0 don\'t find the same checkpoints in '
+                f"{store.url!r}: all ranks must see one folder"
+            )
+        if stage == TrainerFn.FITTING and not trainer.fast_dev_run:
+            _on_rank_zero(trainer, store.check)
+
+    def _bind(self, trainer: Trainer) -> CheckpointStore:
+        """The store, with ``dirpath=None`` resolved."""
+        url = os.path.join(trainer.default_root_dir, "checkpoints") if self.dirpath is None else self.dirpath
+        store = CheckpointStore(url, self._storage_options)
+        if self._store is None or self._store.url != store.url:
+            self._store = store
+            self._ledger = None
+            self._attempt = None
+        return self._store
+
+    def _install_io(self, trainer: Trainer) -> None:
+        strategy = trainer.strategy
+        for name in ("save_checkpoint", "checkpoint_io"):
+            if getattr(type(strategy), name) is not getattr(Strategy, name):
+                raise ValueError(
+                    f"strategy={type(strategy).__name__} saves checkpoints in its own way, which CheckpointPolicy "
+                    'can\'t take over: use a single device or strategy="ddp"'
+                )
+        current = strategy.checkpoint_io
+        if type(current) is TorchCheckpointIO:
+            current = strategy.checkpoint_io = self._own_io
+        if not isinstance(current, AsyncCheckpointIO):
+            raise ValueError(
+                f"plugins=[{type(current).__name__}] writes checkpoints in its own way: leave it out, "
+                "CheckpointPolicy brings its own CheckpointIO"
+            )
+        current.managed = True
+        if self._open not in current.openers:
+            current.openers.append(self._open)
+        self._io = current
+
+    def _select(self, trainer: Trainer, fitting: bool) -> str | None:
+        """The path that ``ckpt_path="last"`` stands for, or ``None`` if nothing was saved yet."""
+        store = self._bind(trainer)
+        records = store.records()
+        if not records:
+            return None
+        candidates = _lineage(records)
+        if fitting and all(record.weights_only for record in candidates):
+            raise ValueError(
+                f'ckpt_path="last": the checkpoints in {store.url!r} were saved with save_weights_only=True and '
+                "can't be resumed from. Pass the path to trainer.validate or load_from_checkpoint, or use another dirpath"
+            )
+        skipped: list[str] = []
+        for record in candidates:
+            if store.whole(record):
+                self._selected = store.path_of(record)
+                if skipped:
+                    rank_zero_warn(
+                        f"Damaged or missing in {store.url!r}: {', '.join(skipped)}. The checkpoint before, "
+                        f"{record.path!r}, is loaded instead"
+                    )
+                return self._selected
+            skipped.append(record.path)
+        raise DamagedCheckpointError(
+            f'ckpt_path="last": none of the {len(candidates)} checkpoints of the newest run in {store.url!r} is whole '
+            f"(newest: {candidates[0].path!r}). Pass an older checkpoint's path, or move the damaged ones away to "
+            "start afresh"
+        )
+
+    def _open(self, path: str) -> BinaryIO | None:
+        """Open a checkpoint of this store, verified while it is read; ``None`` if ``path`` isn't one."""
+        trainer = self._trainer()
+        store = self._store
+        if trainer is None or store is None:
+            return None
+        name = store.name_of(path)
+        if name is None:
+            return None
+        opened: list[BinaryIO] = []
+
+        def choose() -> CheckpointRecord | None:
+            records = store.records()
+            record = next((record for record in records if record.path == name), None)
+            if record is None:
+                return None
+            fall_back = path == self._selected
+            older = [r for r in _lineage(records) if r.sequence < record.sequence] if fall_back else []
+            for candidate, following in zip([record, *older], [*older, None], strict=True):
+                try:
+                    opened.append(store.open_verified(candidate))
+                    return candidate
+                except (DamagedCheckpointError, FileNotFoundError) as error:
+                    if following is None:
+                        raise
+                    rank_zero_warn(f"{error}. The checkpoint before it, {following.path!r}, is loaded instead")
+                    store.mark_damaged(candidate)
+            return None
+
+        record = _on_rank_zero(trainer, choose)
+        if record is None:
+            return None
+        self._resumed = record
+        return opened[0] if opened else store.open_verified(record)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep what this package stored in the checkpoint."""
+        state = checkpoint.get(STATE_KEY, {})
+        if state and state["schema_version"] > STATE_VERSION:
+            raise CheckpointError(
+                f"the checkpoint was saved by a newer lightning-ckpt-policy (state version {state['schema_version']}, "
+                f"this one reads up to {STATE_VERSION}): upgrade it"
+            )
+        self._loaded = state
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore the random state where an epoch begins before ``on_train_start``."""
+        if self._loaded and self._loaded["point"] == EPOCH_END and not self._loaded["stateful_loader"]:
+            self._restore_rng(trainer)
+
+    # the fit
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin an attempt of a run, sweep what a killed one left, and restore the random state."""
+        if trainer.fast_dev_run:
+            return
+        now = time.monotonic()
+        same_process = self._loaded is None and self._attempt is not None and 0 < self._since.step <= trainer.global_step
+        if self._loaded and "progress" in self._loaded:
+            elapsed = max(0.0, time.time() - self._loaded["created_at"])
+            self._since = Progress(**self._loaded["progress"], time=now - elapsed)
+        elif not same_process:
+            self._since = Progress(step=trainer.global_step, epoch=trainer.current_epoch, time=now)
+        self._validations = self._since.validations
+        self._last_step = trainer.global_step
+        self._stepped = True
+        self._failures = 0
+        self._last_error = None
+        self._superseded = False
+        store = self.store
+        self._deleted_before = self.deleted
+        self._ledger = None
+
+        def begin() -> Attempt:
+            records = store.records()
+            attempt = self._begin_attempt(store, records, same_process)
+            swept = store.sweep(attempt.run_id, attempt.number)
+            if swept:
+                rank_zero_info(f"Removed what an interrupted save left in {store.url!r}: {', '.join(swept)}")
+            self._ledger = Ledger(
+                store,
+                attempt,
+                self.retention,
+                [record for record in records if record.run_id == attempt.run_id],
+                frozenset() if self._resumed is None else frozenset({self._resumed.path}),
+                self._io.writer,
+                self.filename,
+            )
+            return attempt
+
+        self._attempt = _on_rank_zero(trainer, begin)
+        self._active = True
+        self._warn_about_limits(trainer, pl_module)
+        if self._loaded and not (self._loaded["point"] == EPOCH_END and not self._loaded["stateful_loader"]):
+            self._restore_rng(trainer)
+
+    def _begin_attempt(
+        self, store: CheckpointStore, records: list[CheckpointRecord], same_process: bool
+    ) -> Attempt:
+        if self._resumed is not None:
+            newest = next((record for record in _lineage(records) if not record.damaged), None)
+            if newest is not None and newest.path == self._resumed.path:
+                return store.start_attempt(newest.run_id, newest.parent)
+            return store.start_attempt(_new_run_id(), self._resumed.run_id)
+        if self._loaded is not None:
+            newest = next((record for record in _lineage(records) if not record.damaged), None)
+            runs = self._loaded.get("runs", [])
+            if newest is not None and newest.run_id in runs and newest.step <= self._loaded["progress"]["step"]:
+                # another policy's checkpoint of the same training: this folder's run goes on too
+                return store.start_attempt(newest.run_id, newest.parent)
+            return store.start_attempt(_new_run_id(), runs[0] if runs else None)
+        if same_process and self._attempt is not None:
+            return store.start_attempt(self._attempt.run_id, self._attempt.parent)
+        if self._asked_for_last and not records:
+            # a run that was killed before its first save: go on with it, so that its remains are swept
+            attempts = store.attempts()
+            if attempts:
+                latest = max(attempts, key=lambda attempt: attempt.created_at)
+                return store.start_attempt(latest.run_id, latest.parent)
+        return store.start_attempt(_new_run_id(), None)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save if a trigger is due and this is a point from which a resume is exact."""
+        if not self._active:
+            return
+        step = trainer.global_step
+        self._stepped = step != self._last_step
+        self._last_step = step
+        if self._ledger is not None and self._ledger.events:
+            self._report(trainer)
+        epoch_ends = _lightning.is_last_batch(trainer)
+        now = Progress(
+            step=step,
+            epoch=trainer.current_epoch + epoch_ends,
+            validations=self._validations,
+            time=time.monotonic(),
+        )
+        reasons = self.trigger.due(now, self._since)
+        ending = self.save_on_train_end and _is_ending(trainer, now, epoch_ends)
+        if not (reasons or ending or (trainer.world_size > 1 and self.trigger.timed)):
+            return
+        if self._gradients_pending(trainer, pl_module) or _lightning.validation_is_due(trainer):
+            return
+        self._consider(trainer, now, EPOCH_END if epoch_ends else BATCH_END, reasons, ending)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember which metrics are older than this validation."""
+        if self._active:
+            self._logged = dict(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save if a trigger is due, with the metrics that this validation logged."""
+        if not self._active or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self._ledger is not None and self._ledger.events:
+            self._report(trainer)
+        self._validations += 1
+        metrics = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if self._logged.get(name) is not value and torch.as_tensor(value).numel() == 1
+        }
+        self._logged = {}
+        for monitor, _ in self.retention.monitors:
+            if monitor not in metrics:
+                self._warn_once(
+                    f"monitor={monitor!r} of the retention was not logged by this validation "
+                    f"(logged: {', '.join(sorted(metrics)) or 'nothing'}): checkpoints are saved without it and can't "
+                    f"be kept by it. Log it in validation_step or on_validation_epoch_end with self.log({monitor!r}, ...)"
+                )
+        epoch_ends = _lightning.is_last_batch(trainer)
+        now = Progress(
+            step=trainer.global_step,
+            epoch=trainer.current_epoch + epoch_ends,
+            validations=self._validations,
+            time=time.monotonic(),
+            metrics=metrics,
+        )
+        if self._gradients_pending(trainer, pl_module):
+            return
+        reasons = self.trigger.due(now, self._since)
+        ending = self.save_on_train_end and _is_ending(trainer, now, epoch_ends)
+        self._consider(trainer, now, VALIDATION_END, reasons, ending)
+
+    def _gradients_pending(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        # in manual optimization nobody but the module knows its windows: the end of one is a batch that stepped
+        return _lightning.gradients_pending(trainer) if pl_module.automatic_optimization else not self._stepped
+
+    def _consider(
+        self, trainer: Trainer, now: Progress, point: str, reasons: tuple[str, ...], ending: bool
+    ) -> None:
+        """Save, unless this step's state was captured already or another save is on its way."""
+        if now.step == self._since.step:
+            reasons = ()
+        elif ending and not reasons:
+            reasons = (TRAIN_END,)
+        if trainer.world_size > 1 and (reasons or self.trigger.timed):
+            # clocks and the state of the writer are rank 0's alone
+            reasons = _on_rank_zero(trainer, lambda: self._settle(trainer, reasons, ending))
+        elif reasons:
+            reasons = self._settle(trainer, reasons, ending)
+        if reasons:
+            self._save(trainer, now, point, reasons)
+
+    def _settle(self, trainer: Trainer, reasons: tuple[str, ...], ending: bool) -> tuple[str, ...]:
+        if not reasons or self._superseded:
+            return ()
+        if ending:
+            self._io.writer.drain(self.save_timeout, saves_only=True)
+        elif self._io.writer.saving:
+            return ()
+        self._raise_after_failures()
+        return reasons
+
+    def _save(self, trainer: Trainer, now: Progress, point: str, reasons: tuple[str, ...]) -> None:
+        started = time.perf_counter()
+        attempt = self._attempt
+        assert attempt is not None
+        request: SaveRequest | None = None
+        if self._ledger is not None:
+            draft = {
+                "step": now.step,
+                "epoch": now.epoch,
+                "run_id": attempt.run_id,
+                "attempt": attempt.number,
+                "parent": attempt.parent,
+                "created_at": time.time(),
+                "reason": reasons,
+                "metrics": dict(now.metrics),
+                "point": point,
+                "world_size": trainer.world_size,
+                "weights_only": self.save_weights_only,
+            }
+            request = SaveRequest(self._ledger, draft, started)
+        self._capturing = (now, point)
+        try:
+            trainer.save_checkpoint(self.store.url, self.save_weights_only, storage_options=request)
+        finally:
+            self._capturing = None
+        self._since = now
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the random state of all ranks and the progress to a checkpoint, also to one that the user saves."""
+        if self._capturing is None and STATE_KEY in checkpoint:
+            return
+        now, point = self._capturing or (
+            Progress(step=trainer.global_step, epoch=trainer.current_epoch, validations=self._validations),
+            "user",
+        )
+        stateful = all(_is_stateful(loader) for loader in _lightning.train_loaders(trainer))
+        state = checkpoint.setdefault(STATE_KEY, {})
+        state["schema_version"] = STATE_VERSION
+        state["progress"] = {"step": now.step, "epoch": now.epoch, "validations": now.validations}
+        state["point"] = point
+        state["stateful_loader"] = stateful
+        state["created_at"] = time.time()
+        policies = [callback for callback in trainer.callbacks if isinstance(callback, CheckpointPolicy)]
+        attempts = [self._attempt, *(policy._attempt for policy in policies if policy is not self)]
+        state["runs"] = [attempt.run_id for attempt in attempts if attempt is not None]
+        # only a save of ours is known to run on every rank
+        state["rng"] = _gather_rng(trainer) if self._capturing is not None else [collect_rng_state()]
+        if point == EPOCH_END and stateful:
+            _lightning.mark_batch_completed(checkpoint)
+
+    # the end
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait until the last save is confirmed.
+
+        Raises:
+            CheckpointSaveError: It wasn't, after all retries.
+        """
+        if not self._active:
+            return
+        if self.save_on_train_end and self._since.step < trainer.global_step:
+            self._warn_once(
+                f"the fit was stopped after its last save point: the steps from {self._since.step + 1} to "
+                f"{trainer.global_step} are in no checkpoint. Add EveryNEpochs(1) or AfterValidation() to the trigger"
+            )
+        try:
+            _on_rank_zero(trainer, lambda: self._finish(trainer, "stopped" if trainer.should_stop else "finished"))
+        finally:
+            self._active = False
+
+    def _finish(self, trainer: Trainer, status: str) -> None:
+        assert self._ledger is not None
+        writer = self._io.writer
+        writer.drain(self.save_timeout, saves_only=True)
+        self._ledger.prune()
+        if not writer.drain(self.save_timeout):
+            rank_zero_warn(
+                f"Deleting superfluous checkpoints in {self.store.url!r} takes longer than save_timeout="
+                f"{self.save_timeout:g} s: some are left, and are deleted after the next confirmed save"
+            )
+        self._report(trainer, final=True)
+        if self._last_error is not None:
+            raise CheckpointSaveError(
+                f"the last save of this fit could not be confirmed in {self.store.url!r}: "
+                f"{_describe(self._last_error)}. The newest confirmed checkpoint is {self.last_model_path or 'none'}"
+            ) from self._last_error
+        self._end_attempt(status)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Wait, for ``save_timeout`` at most, until the pending save is confirmed; capture nothing new."""
+        if not self._active and self._ledger is None:
+            return
+        self._active = False
+        self._capturing = None
+        if self._ledger is None:
+            return
+        if not self._io.writer.drain(self.save_timeout, saves_only=True):
+            rank_zero_warn(
+                f"The pending checkpoint is lost: {self.store.url!r} didn't answer within save_timeout="
+                f"{self.save_timeout:g} s. The newest confirmed one is {self.last_model_path or 'none'}"
+            )
+        self._report(trainer, final=True)
+        self._end_attempt("stopped" if isinstance(exception, (KeyboardInterrupt, SIGTERMException)) else "error")
+
+    def _end_attempt(self, status: str) -> None:
+        assert self._ledger is not None
+        if self._superseded:
+            return
+        try:
+            self.store.finish_attempt(self._ledger.attempt, status)
+        except Exception as error:  # only a note of how it ended; it must mask nothing
+            rank_zero_warn(f"The end of this attempt could not be noted in {self.store.url!r}: {_describe(error)}")
+
+    def _report(self, trainer: Trainer, final: bool = False) -> None:
+        """Tell loggers and the user, on the main thread, what happened in the background."""
+        ledger = self._ledger
+        assert ledger is not None
+        while ledger.events:
+            event = ledger.events.popleft()
+            if not isinstance(event, SaveOutcome):
+                self._delete_failures += 1
+                rank_zero_warn(
+                    f"{event.record.path!r} could not be deleted from {self.store.url!r}: {_describe(event.error)}. "
+                    f"It is tried again after the next save ({self._delete_failures} failed so far)"
+                )
+                continue
+            self.history.append(event)
+            self._last_error = event.error
+            if event.record is not None:
+                self._failures = 0
+                for logger in trainer.loggers:
+                    logger.after_save_checkpoint(self)
+            elif isinstance(event.error, SupersededError):
+                self._superseded = True
+                rank_zero_warn(str(event.error))
+            else:
+                self._failures += 1
+                rank_zero_warn(
+                    f"The checkpoint of step {event.step} could not be saved in {self.store.url!r}: "
+                    f"{_describe(event.error)}. Training goes on, older checkpoints are kept "
+                    f"({self._failures} of max_consecutive_failures={self.max_consecutive_failures})"
+                )
+        if not final and trainer.world_size == 1:
+            self._raise_after_failures()
+
+    def _raise_after_failures(self) -> None:
+        if self._failures >= self.max_consecutive_failures:
+            raise CheckpointSaveError(
+                f"{self._failures} saves in a row failed in {self.store.url!r}, the last one with "
+                f"{_describe(self._last_error)}. Mend the store and start again from "
+                f"{self.last_model_path or 'the beginning'}, or raise max_consecutive_failures"
+            ) from self._last_error
+
+    def _restore_rng(self, trainer: Trainer) -> None:
+        assert self._loaded is not None
+        states = self._loaded["rng"]
+        if len(states) != trainer.world_size:
+            self._warn_once(
+                f"the checkpoint holds the random state of {len(states)} rank(s), this fit has {trainer.world_size}: "
+                "random numbers go on differently"
+            )
+        if trainer.global_rank < len(states):
+            restore_rng_state(states[trainer.global_rank])
+
+    def _warn_about_limits(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say once what Lightning can't resume exactly in this training."""
+        if not all(_is_stateful(loader) for loader in _lightning.train_loaders(trainer)):
+            self._warn_once(
+                "the train dataloader has no state_dict: a resume from the middle of an epoch sees other data. "
+                "Use torchdata.stateful_dataloader.StatefulDataLoader, or save with EveryNEpochs only"
+            )
+        if trainer.num_training_batches == float("inf"):
+            self._warn_once(
+                "the train dataloader has no length: Lightning fetches one batch ahead, and a resume loses that batch"
+            )
+        if is_overridden("on_train_batch_end", pl_module):
+            self._warn_once(
+                f"{type(pl_module).__name__}.on_train_batch_end runs after the callbacks: what it changes after a "
+                "batch is not in a checkpoint of that batch. Move state changes to on_before_zero_grad or a callback"
+            )
+        if any(config.reduce_on_plateau and config.interval == "epoch" for config in trainer.lr_scheduler_configs):
+            self._warn_once(
+                "ReduceLROnPlateau steps after the validation's end: a resume from a checkpoint of that validation "
+                "skips the step"
+            )
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            rank_zero_warn(f"CheckpointPolicy: {message}")
+
+
+def _answer_ckpt_path(trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any) -> tuple[bool, str | None]:
+    """What ``ckpt_path`` means for a Trainer that has a ``CheckpointPolicy``: whether there is an answer, and which."""
+    policies = [callback for callback in trainer.callbacks if isinstance(callback, CheckpointPolicy)]
+    for policy in policies:
+        policy._selected = None
+        policy._asked_for_last = ckpt_path == "last"
+    if not policies or ckpt_path not in ("last", "best"):
+        return False, None
+    if ckpt_path == "best":
+        for policy in policies:
+            policy._bind(trainer)
+        first = trainer.checkpoint_callback
+        if isinstance(first, CheckpointPolicy) and not first.best_model_path:
+            monitors = " or ".join(f"{monitor!r}" for monitor, _ in first.retention.monitors)
+            raise ValueError(
+                f'ckpt_path="best": no confirmed checkpoint in {first.store.url!r} holds '
+                + (f"the metric {monitors}" if monitors else "a metric to be best by; add KeepBest(n, monitor=...)")
+            )
+        return False, None
+    for policy in policies:
+        path = policy._select(trainer, state_fn == TrainerFn.FITTING)
+        if path is not None:
+            return True, path
+    if any(isinstance(callback, (ModelCheckpoint, OnExceptionCheckpoint)) for callback in trainer.callbacks):
+        return False, None
+    rank_zero_info(f'ckpt_path="last": nothing is saved yet in {policies[0].store.url!r}, training starts afresh')
+    return True, None
+
+
+def _lineage(records: list[CheckpointRecord]) -> list[CheckpointRecord]:
+    """The records of the run that holds the highest sequence, newest first."""
+    if not records:
+        return []
+    newest_first = sorted(records, key=lambda record: record.sequence, reverse=True)
+    return [record for record in newest_first if record.run_id == newest_first[0].run_id]
+
+
+def _is_ending(trainer: Trainer, now: Progress, epoch_ends: bool) -> bool:
+    """Whether the fit ends with the current batch, as far as can be known now."""
+    if 0 <= trainer.max_steps <= now.step:
+        return True
+    if epoch_ends and trainer.max_epochs is not None and 0 <= trainer.max_epochs <= now.epoch:
+        return True
+    return trainer.should_stop and _lightning.may_stop(trainer, epoch_ends)
+
+
+def _on_rank_zero(trainer: Trainer, function: Callable[[], T]) -> T:
+    """Run ``function`` on rank 0 and give every rank its result, or raise its error on every rank."""
+    result: Any = None
+    error: Exception | None = None
+    if trainer.is_global_zero:
+        try:
+            result = function()
+        except Exception as caught:
+            error = caught
+    if trainer.world_size > 1:
+        text = None if error is None else _describe(error)
+        result, text = trainer.strategy.broadcast((result, text))
+        if text is not None and error is None:
+            raise CheckpointError(f"rank 0: {text}")
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def _gather_rng(trainer: Trainer) -> list[dict[str, Any]]:
+    """The random state of every rank, on every rank."""
+    state = collect_rng_state()
+    if trainer.world_size == 1:
+        return [state]
+    states: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(states, state)
+    return states
+
+
+def _is_stateful(loader: Any) -> bool:
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def _new_run_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _describe(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _check_filename(filename: object) -> None:
+    """Accept a template of ``step`` that gives another safe name for another step."""
+    advice = "write something like 'step-{step:010d}'"
+    if not isinstance(filename, str):
+        raise TypeError(f"filename={filename!r} must be a string: {advice}")
+    try:
+        names = {filename.format(step=step) for step in (0, 1, 10)}
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(f"filename={filename!r} may use the field step alone: {advice}") from error
+    if len(names) != 3 or not all(is_safe_name(name + ".ckpt") for name in names):
+        raise ValueError(
+            f"filename={filename!r} must contain the step, and neither separators nor special characters: {advice}"
+        )
+
+

@@ -1,0 +1,35 @@
+"""The errors this package raises. Everything it raises on purpose about checkpoints is a ``CheckpointError``."""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """Base of this package's errors about checkpoints.
+
+    >>> issubclass(DamagedCheckpointError, CheckpointError)
+    True
+    """
+
+
+class CheckpointSaveError(CheckpointError):
+    """A checkpoint couldn't be confirmed: nothing under its final names reads as a checkpoint.
+
+    >>> issubclass(CheckpointSaveError, CheckpointError)
+    True
+    """
+
+
+class DamagedCheckpointError(CheckpointError, ValueError):
+    """A payload isn't what its record says: missing, of another size, or with another checksum.
+
+    >>> issubclass(DamagedCheckpointError, ValueError)
+    True
+    """
+
+
+class SupersededError(CheckpointError):
+    """A later attempt of the same run has begun, so this one must neither write nor prune.
+
+    >>> issubclass(SupersededError, CheckpointError)
+    True
+    """

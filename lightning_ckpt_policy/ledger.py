@@ -1,0 +1,173 @@
+"""One attempt of a run, seen from the background: commit a save, remember what is confirmed, delete what is superfluous."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_ckpt_policy import retention as retention_rules
+from lightning_ckpt_policy.errors import CheckpointSaveError, SupersededError
+from lightning_ckpt_policy.record import CheckpointRecord
+from lightning_ckpt_policy.retention import Retention
+from lightning_ckpt_policy.retry import retrying
+from lightning_ckpt_policy.snapshot import Image
+from lightning_ckpt_policy.store import Attempt, CheckpointStore
+from lightning_ckpt_policy.writer import BackgroundWriter
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How one save ended.
+
+    Attributes:
+        step: Optimizer steps done when the state was captured.
+        record: The confirmed checkpoint, or ``None`` if it failed.
+        error: Why it failed, or ``None``.
+        held_seconds: How long the training loop was held, seconds.
+    """
+
+    step: int
+    record: CheckpointRecord | None
+    error: BaseException | None
+    held_seconds: float
+
+
+@dataclass(frozen=True)
+class DeleteFailure:
+    """A checkpoint that retention gave up but couldn't delete; it is tried again after the next confirmed save."""
+
+    record: CheckpointRecord
+    error: Exception
+
+
+class _Save:
+    """One save on its way; lets a store that hangs be left behind without confirming anything later."""
+
+    def __init__(self) -> None:
+        self.given_up = threading.Event()
+
+    def guard(self) -> None:
+        if self.given_up.is_set():
+            raise CheckpointSaveError("this save was given up since it took too long")
+
+
+class Ledger:
+    """The confirmed checkpoints of one attempt of a run, and what is done to them in the background.
+
+    Args:
+        store: Where the run's checkpoints are.
+        attempt: This attempt; once a newer one of the run exists, nothing more is written or deleted.
+        retention: What to keep.
+        records: The run's confirmed records so far.
+        protect: File names that are never deleted until something newer is confirmed (what the run resumed from).
+        writer: Runs what is done here.
+        filename: Template of payload names, without the suffix.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        attempt: Attempt,
+        retention: Retention,
+        records: list[CheckpointRecord],
+        protect: frozenset[str],
+        writer: BackgroundWriter,
+        filename: str,
+    ) -> None:
+        self.store = store
+        self.attempt = attempt
+        self.retention = retention
+        self.writer = writer
+        self.filename = filename
+        self.events: deque[SaveOutcome | DeleteFailure] = deque()
+        self.deleted: list[CheckpointRecord] = []
+        self._records = sorted(records, key=lambda record: record.sequence)
+        self._protect = protect
+        self._deleting: set[str] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def records(self) -> list[CheckpointRecord]:
+        """The run's confirmed checkpoints that weren't deleted, by sequence."""
+        with self._lock:
+            return list(self._records)
+
+    def submit(self, image: Image, draft: Mapping[str, Any], timeout: float | None) -> None:
+        """Queue a save.
+
+        Args:
+            image: The captured state; its memory is let go of once the save has ended.
+            draft: The record's fields, without those that only the store knows.
+            timeout: Seconds after which the save has failed, whatever the store does.
+        """
+        save = _Save()
+        held = float(draft["held_seconds"])
+
+        def run() -> None:
+            try:
+                record = self._commit(save, image, draft)
+            except BaseException as error:
+                if not save.given_up.is_set():
+                    self.events.append(SaveOutcome(draft["step"], None, error, held))
+            else:
+                with self._lock:
+                    self._records.append(record)
+                    self._protect = frozenset()
+                self.events.append(SaveOutcome(draft["step"], record, None, held))
+                self.prune()
+            finally:
+                image.release()
+
+        def give_up() -> None:
+            save.given_up.set()
+            image.release()
+            error = CheckpointSaveError(
+                f"the store didn't finish within save_timeout={timeout:g} s; "
+                "raise save_timeout if the store is slow rather than stuck"
+            )
+            self.events.append(SaveOutcome(draft["step"], None, error, held))
+
+        self.writer.submit(run, timeout=timeout, on_timeout=give_up)
+
+    def prune(self) -> None:
+        """Queue the deletes that retention allows now."""
+        with self._lock:
+            doomed = retention_rules.plan(self.retention, self._records, now=time.time(), protect=self._protect)
+            doomed = [record for record in doomed if record.path not in self._deleting]
+            self._deleting.update(record.path for record in doomed)
+        for record in doomed:
+            self.writer.submit_cleanup(lambda record=record: self._delete(record))  # type: ignore[misc]
+
+    def _commit(self, save: _Save, image: Image, draft: Mapping[str, Any]) -> CheckpointRecord:
+        def guard() -> None:
+            save.guard()
+            if self.store.superseded(self.attempt):
+                raise SupersededError(
+                    f"attempt {self.attempt.number} of run {self.attempt.run_id} was superseded by a newer one: "
+                    "it writes and deletes nothing more. Stop this process, or give it a dirpath of its own"
+                )
+
+        def once() -> CheckpointRecord:
+            guard()
+            pending = self.store.begin(draft["step"], self.attempt.run_id, self.attempt.number, self.filename)
+            return self.store.commit(pending, image, draft, guard=guard)
+
+        return retrying(save.given_up)(once)
+
+    def _delete(self, record: CheckpointRecord) -> None:
+        try:
+            if self.store.superseded(self.attempt):
+                return
+            retrying()(self.store.delete, record)
+        except Exception as error:  # nothing that goes wrong here may reach training; it is reported and tried again
+            with self._lock:
+                self._deleting.discard(record.path)
+            self.events.append(DeleteFailure(record, error))
+            return
+        with self._lock:
+            self._deleting.discard(record.path)
+            self._records = [other for other in self._records if other.path != record.path]
+            self.deleted.append(record)

@@ -1,0 +1,49 @@
+"""What is tried again, how often and how long apart."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+
+from lightning_ckpt_policy.errors import DamagedCheckpointError
+
+TRIES = 4
+_FINAL_ERRNOS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG}
+)
+_FINAL_TYPES = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether trying again may help: a full disk or a missing permission doesn't go away by itself.
+
+    >>> is_transient(ConnectionResetError()), is_transient(PermissionError())
+    (True, False)
+    """
+    if isinstance(error, _FINAL_TYPES) or (isinstance(error, OSError) and error.errno in _FINAL_ERRNOS):
+        return False
+    return isinstance(error, (OSError, DamagedCheckpointError))
+
+
+def retrying(stop: threading.Event | None = None) -> Retrying:
+    """Call a function until it succeeds, :data:`TRIES` times at most: ``retrying()(function, *args)``.
+
+    Args:
+        stop: Once set, the waits between tries are over at once.
+
+    Raises:
+        Exception: what the last try raised, or the first that isn't transient.
+
+    >>> retrying()(int, "3")
+    3
+    """
+    return Retrying(
+        stop=stop_after_attempt(TRIES),
+        wait=wait_exponential_jitter(initial=0.2, max=20, jitter=0.2),
+        retry=retry_if_exception(is_transient),
+        sleep=time.sleep if stop is None else stop.wait,  # type: ignore[arg-type]
+        reraise=True,
+    )

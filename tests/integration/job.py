@@ -1,0 +1,81 @@
+"""A small training as a program of its own, to be killed, restarted and run on several ranks.
+
+Run as ``python -m tests.integration.job --root DIR``. Writes each rank's final state to ``DIR/final-<rank>.pt``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+import lightning_ckpt_policy
+from lightning_ckpt_policy import CheckpointPolicy
+from tests.models import fit, loader
+
+RULES = {name: getattr(lightning_ckpt_policy, name) for name in lightning_ckpt_policy.__all__}
+
+
+class Disturb(Callback):
+    """Slows each batch down, and raises or kills the process at a step."""
+
+    def __init__(self, seconds: float, crash_at: int | None, crash_rank: int | None, how: str) -> None:
+        self.seconds, self.crash_at, self.crash_rank, self.how = seconds, crash_at, crash_rank, how
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        time.sleep(self.seconds)
+        if self.crash_at is None or trainer.global_step < self.crash_at:
+            return
+        if self.crash_rank in (None, trainer.global_rank):
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError(f"rank {trainer.global_rank} at step {trainer.global_step}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--url", help="dirpath of the checkpoints; by default ROOT/ckpt")
+    parser.add_argument("--trigger", default="EveryNTrainSteps(4)")
+    parser.add_argument("--retention", default="KeepLast(2)")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--crash-at", type=int)
+    parser.add_argument("--crash-rank", type=int)
+    parser.add_argument("--crash-how", default="raise", choices=["raise", "kill"])
+    parser.add_argument("--no-policy", action="store_true")
+    args = parser.parse_args()
+
+    policy = CheckpointPolicy(
+        args.url or args.root / "ckpt",
+        eval(args.trigger, dict(RULES)),
+        eval(args.retention, dict(RULES)),
+    )
+    distributed = {"strategy": "ddp", "use_distributed_sampler": True} if args.devices > 1 else {}
+    observer = fit(
+        args.root,
+        None if args.no_policy else policy,
+        seed=args.seed,
+        ckpt_path=None if args.no_policy else "last",
+        train=partial(loader, batches=10 * args.devices),
+        validate=True,
+        callbacks=[Disturb(args.step_seconds, args.crash_at, args.crash_rank, args.crash_how)],
+        max_epochs=args.epochs,
+        devices=args.devices,
+        **distributed,
+    )
+    trainer: Trainer = observer.trainer  # type: ignore[attr-defined]
+    torch.save({**observer.final, "batches": observer.batches}, args.root / f"final-{trainer.global_rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

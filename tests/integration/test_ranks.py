@@ -1,0 +1,58 @@
+"""Two ranks (DDP, gloo, CPU): they decide alike, rank 0 writes, every rank resumes exactly, nobody hangs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_ckpt_policy import CheckpointStore
+from tests.integration.helpers import final, run
+from tests.models import differences
+
+pytestmark = pytest.mark.timeout(240)
+TWO = ("--devices", "2")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("undisturbed")
+    run(root, *TWO, "--no-policy")
+    return root
+
+
+@pytest.mark.parametrize(
+    "trigger",
+    ["EveryNTrainSteps(4)", "EveryInterval(seconds=0.05)", "EveryNTrainSteps(6) & AfterValidation()"],
+)
+def test_save_and_resume_exactly(tmp_path: Path, undisturbed: Path, trigger: str) -> None:
+    run(tmp_path, *TWO, "--trigger", trigger, "--crash-at", "17", "--crash-how", "kill", expect=None)
+    killed_at = CheckpointStore(str(tmp_path / "ckpt")).latest()
+    assert killed_at is not None
+    assert 0 < killed_at.step <= 17
+    assert killed_at.world_size == 2
+    run(tmp_path, *TWO, "--trigger", trigger, "--seed", "7")
+    for rank in (0, 1):
+        expected, resumed = final(undisturbed, rank), final(tmp_path, rank)
+        assert resumed["batches"] == expected["batches"][killed_at.step :]
+        assert differences({**expected, "batches": 0}, {**resumed, "batches": 0}) == []
+    newest = CheckpointStore(str(tmp_path / "ckpt")).latest()
+    assert newest is not None
+    assert newest.step == 30
+    assert newest.run_id == killed_at.run_id
+
+
+def test_saving_changes_nothing(tmp_path: Path, undisturbed: Path) -> None:
+    run(tmp_path, *TWO, "--trigger", "EveryNTrainSteps(1)")
+    for rank in (0, 1):
+        assert differences(final(undisturbed, rank), final(tmp_path, rank)) == []
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_error_on_one_rank_ends_the_run(tmp_path: Path, rank: str) -> None:
+    output = run(tmp_path, *TWO, "--crash-at", "9", "--crash-rank", rank, expect=None, timeout=100)
+    store = CheckpointStore(str(tmp_path / "ckpt"))
+    newest = store.latest()
+    assert newest is not None, output
+    assert newest.step == 8
+    store.verify(newest)
