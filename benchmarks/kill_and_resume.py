@@ -11,6 +11,7 @@ job failed, or a kill came after its end, or all kills came before its first sav
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import re
@@ -26,7 +27,15 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from lightning_ckpt_policy import CheckpointStore
@@ -34,7 +43,9 @@ from lightning_ckpt_policy import CheckpointStore
 HERE = Path(__file__).resolve().parent
 CHECKPOINTS = "runs/train"  # what train.yaml says
 BEGAN = re.compile(r"(?:Starting afresh|Going on after step (\d+)): (\d+) steps in all")
-LATEST_KILL = 0.85  # of all steps: a kill is timed by the undisturbed run's speed, and must not come after the end
+BAR = re.compile(r"Epoch (\d+):.*\| (\d+)/(\d+) \[")
+REFRESH = 5  # steps between two lines of the job's progress bar
+LATEST_KILL = 0.95  # of all steps
 PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "weights": lambda checkpoint: checkpoint["state_dict"],
     "optimizer": lambda checkpoint: checkpoint["optimizer_states"],
@@ -50,9 +61,9 @@ class Job:
 
     def __init__(self, folder: Path, options: list[str]) -> None:
         self.log = folder / "job.log"
-        self.step = 0  # where it began to train
-        self.steps = 0  # where it will end
-        self.began = threading.Event()  # it trains, or has ended
+        self.first = 0  # the step it began after
+        self.reached = 0  # the step it has reached, as far as its output tells
+        self.steps = 0  # the step it will end at; 0 until it trains
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "train.py"), "fit", "--config", str(HERE / "train.yaml"), *options],
             cwd=folder,
@@ -66,6 +77,15 @@ class Job:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)  # its children too
+            self.process.wait()
+        self._reader.join()
+
     def _read(self) -> None:
         assert self.process.stdout is not None
         with self.log.open("a") as log:
@@ -73,36 +93,29 @@ class Job:
                 log.write(line)
                 log.flush()
                 if found := BEGAN.search(line):
-                    self.step, self.steps = int(found[1] or 0), int(found[2])
-                    self.began.set()
-        self.began.set()
+                    self.first = self.reached = int(found[1] or 0)
+                    self.steps = int(found[2])
+                elif found := BAR.search(line):
+                    epoch, batches, length = map(int, found.groups())
+                    self.reached = max(self.reached, epoch * length + batches)
 
-    def wait(self, timeout: float | None = None) -> int | None:
-        """The exit status, or ``None`` after ``timeout`` seconds."""
-        try:
-            status = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return None
+    def run(self, progress: Progress, task: TaskID, until: float = math.inf) -> bool:
+        """Wait until it has reached step ``until``; ``False`` if it has ended before, without an error."""
+        while self.process.poll() is None:
+            progress.update(task, total=self.steps or None, completed=self.reached)
+            if self.steps and self.reached >= until:
+                return True
+            time.sleep(0.01)
         self._reader.join()
-        return status
-
-    def kill(self) -> None:
-        """SIGKILL to the process and its children."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.wait()
+        if self.process.returncode != 0:
+            lines = self.log.read_text(errors="replace").splitlines()[-30:]
+            raise Inconclusive("\n".join([f"the job ended with status {self.process.returncode}:", *lines]))
+        progress.update(task, total=1, completed=1)
+        return False
 
 
 class Inconclusive(Exception):
     """The job failed, or wasn't disturbed as it should be."""
-
-
-def run_to_end(job: Job) -> None:
-    if job.wait() != 0:
-        raise Inconclusive(f"the job ended with status {job.process.returncode}; its output ends with\n{tail(job.log)}")
-
-
-def tail(log: Path, lines: int = 30) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
 def differences(a: Any, b: Any, where: str = "") -> Iterator[str]:
@@ -146,39 +159,38 @@ def final_checkpoint(folder: Path) -> dict[str, Any]:
     return torch.load(store.path_of(record), map_location="cpu", weights_only=True)
 
 
-def disturb(folder: Path, options: list[str], kills: list[float], seconds_per_step: float, progress: Progress) -> Table:
-    """Run the job to its end with a kill at each share of its steps; what happened at each start."""
+def disturb(folder: Path, options: list[str], shares: list[float], pause: float, progress: Progress) -> Table:
+    """Run the job to its end, killed once it has reached each share of its steps; what happened at each start.
+
+    Args:
+        folder: The job's working directory.
+        options: The job's options.
+        shares: When to kill, as shares of all steps.
+        pause: Seconds to wait at most before a kill, so that it falls anywhere between two steps.
+        progress: Where to show it.
+    """
     table = Table(title="Killed and restarted")
-    for name in ("start", "began after step", "killed after"):
+    for name in ("start", "began after step", "killed after step"):
         table.add_column(name, justify="right")
-    task = progress.add_task("killed and restarted", total=len(kills) + 1)
-    for number, share in enumerate(kills, 1):
-        job = Job(folder, options)
-        try:
-            job.began.wait()
-            if job.steps == 0:
-                run_to_end(job)
-            seconds = max(0.0, (share * job.steps - job.step) * seconds_per_step)
-            progress.update(task, description=f"start {number}: SIGKILL in {seconds:.1f} s")
-            if job.wait(seconds) is not None:
-                run_to_end(job)
-                raise Inconclusive(f"the job ended before kill {number} of {len(kills)}: give it more --steps")
-        finally:
-            if job.process.poll() is None:
-                job.kill()
-        table.add_row(str(number), str(job.step), f"{seconds:.1f} s")
-        progress.advance(task)
-    progress.update(task, description=f"start {len(kills) + 1}: to the end")
-    job = Job(folder, options)
-    try:
-        run_to_end(job)
-    finally:
-        if job.process.poll() is None:
-            job.kill()
-    if job.step == 0:
+    task = progress.add_task("killed and restarted")
+    for start, share in enumerate([*shares, None], 1):
+        too_late = f"the job ended before kill {start} of {len(shares)}: give it more --steps"
+        with Job(folder, options) as job:
+            if share is None:
+                progress.update(task, description=f"start {start}, to the end")
+                job.run(progress, task)
+            else:
+                progress.update(task, description=f"start {start}, to be killed")
+                # its number of steps is known once it trains
+                if not job.run(progress, task, until=0) or not job.run(progress, task, until=share * job.steps):
+                    raise Inconclusive(too_late)
+                time.sleep(pause * (share * job.steps % 1))
+        if share is not None and job.process.returncode != -signal.SIGKILL:
+            raise Inconclusive(too_late)
+        table.add_row(str(start), str(job.first), "not killed" if share is None else str(job.reached))
+    progress.update(task, description="killed and restarted")
+    if job.first == 0:
         raise Inconclusive("all kills came before the first save, so nothing was resumed: give more --kills or --steps")
-    table.add_row(str(len(kills) + 1), str(job.step), "not killed")
-    progress.update(task, advance=1, description="killed and restarted")
     return table
 
 
@@ -214,27 +226,28 @@ def main() -> int:
     kills = [LATEST_KILL * (part + chance.random()) / arguments.kills for part in range(arguments.kills)]
     console = Console()
     console.print(f"--kills {arguments.kills} --seed {seed}", highlight=False)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
     with tempfile.TemporaryDirectory() as temporary:
         folders = [(arguments.folder or Path(temporary)).absolute() / name for name in ("undisturbed", "killed")]
         for folder in folders:
             folder.mkdir(parents=True)
         try:
             with Progress(*columns, console=console) as progress:
-                task = progress.add_task("undisturbed", total=None)
-                job = Job(folders[0], options)
-                try:
-                    job.began.wait()
+                task = progress.add_task("undisturbed")
+                with Job(folders[0], options) as job:
+                    job.run(progress, task, until=0)
                     began = time.monotonic()
-                    run_to_end(job)
-                    seconds = time.monotonic() - began
-                finally:
-                    if job.process.poll() is None:
-                        job.kill()
-                progress.update(task, total=1, completed=1)
+                    job.run(progress, task)
                 if job.steps == 0:
-                    raise Inconclusive(f"the job didn't train; its output ends with\n{tail(job.log)}")
-                starts = disturb(folders[1], options, kills, seconds / job.steps, progress)
+                    raise Inconclusive("the job had nothing to train")
+                pause = REFRESH * (time.monotonic() - began) / job.steps
+                starts = disturb(folders[1], options, kills, pause, progress)
             console.print(starts)
             table, same = compare(*map(final_checkpoint, folders))
         except Inconclusive as error:

@@ -193,7 +193,11 @@ class GPT(L.LightningModule):
 
 
 class ProgressBar(TQDMProgressBar):
-    """Lightning's, which shows neither epoch nor total after a resume inside an epoch."""
+    """Lightning's, which after a resume inside an epoch knows neither the epoch nor how many batches it has."""
+
+    @property
+    def total_train_batches(self) -> int | float:
+        return self.trainer.num_training_batches
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -64,6 +64,30 @@ def train_loaders(trainer: Trainer) -> list[Any]:
     return [] if combined is None else list(combined.flattened)
 
 
+def start_samplers_at(trainer: Trainer, epoch: int) -> Callable[[], None]:
+    """Let the samplers of dataloaders that are set up from now on begin at ``epoch``.
+
+    Returns:
+        A function that ends this.
+    """
+    strategy: Any = trainer.strategy
+    process = strategy.process_dataloader
+
+    def process_at_epoch(loader: Any) -> Any:
+        loader = process(loader)
+        for owner in (loader, getattr(loader, "batch_sampler", None)):
+            set_epoch = getattr(getattr(owner, "sampler", None), "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+        return loader
+
+    def release() -> None:
+        strategy.__dict__.pop("process_dataloader", None)
+
+    strategy.process_dataloader = process_at_epoch
+    return release
+
+
 def mark_batch_completed(checkpoint: dict[str, Any]) -> None:
     """Count the current batch as completed in a dumped checkpoint.
 

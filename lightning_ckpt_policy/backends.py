@@ -77,7 +77,7 @@ class Backend:
         """Whether a file lies where the folder should be."""
         try:
             return bool(self.fs.info(self.root or "/")["type"] == "file")
-        except FileNotFoundError:
+        except Exception:  # not there, or not for us to ask about; whether it can be written to is what counts
             return False
 
     def probe(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import Strategy
@@ -113,6 +114,7 @@ class CheckpointPolicy(Checkpoint):
         self._asked_for_last = False
         self._loaded: dict[str, Any] | None = None
         self._resumed: CheckpointRecord | None = None
+        self._release_loaders: Callable[[], None] = _nothing
         # the run that is on its way
         self._active = False
         self._ledger: Ledger | None = None
@@ -334,7 +336,10 @@ class CheckpointPolicy(Checkpoint):
         self._loaded = state
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the random state where an epoch begins before ``on_train_start``."""
+        """Restore the random state where an epoch begins before ``on_train_start``, and the epoch of samplers."""
+        if self._loaded and not trainer.reload_dataloaders_every_n_epochs:
+            # Lightning makes the first iterator of a resumed fit before it tells the sampler which epoch it is
+            self._release_loaders = _lightning.start_samplers_at(trainer, self._loaded["progress"]["epoch"])
         if self._loaded and self._loaded["point"] == EPOCH_END and not self._loaded["stateful_loader"]:
             self._restore_rng(trainer)
 
@@ -342,6 +347,7 @@ class CheckpointPolicy(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin an attempt of a run, sweep what a killed one left, and restore the random state."""
+        self._release_loaders()
         if trainer.fast_dev_run:
             return
         now = time.monotonic()
@@ -362,7 +368,7 @@ class CheckpointPolicy(Checkpoint):
         self._ledger = None
 
         def begin() -> Attempt:
-            records = store.records()
+            records = _marked(store, store.records())
             attempt = self._begin_attempt(store, records, same_process)
             swept = store.sweep(attempt.run_id, attempt.number)
             if swept:
@@ -672,7 +678,14 @@ class CheckpointPolicy(Checkpoint):
 
     def _warn_about_limits(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say once what Lightning can't resume exactly in this training."""
-        if not all(_is_stateful(loader) for loader in _lightning.train_loaders(trainer)):
+        loaders = _lightning.train_loaders(trainer)
+        if any(isinstance(getattr(loader, "sampler", None), DistributedSamplerWrapper) for loader in loaders):
+            self._warn_once(
+                "Lightning wrapped the train dataloader's sampler for several ranks, and its random order can't be "
+                "resumed. Give the dataloader a torch.utils.data.DistributedSampler (or torchdata's "
+                "StatefulDistributedSampler) and set Trainer(use_distributed_sampler=False)"
+            )
+        if not all(_is_stateful(loader) for loader in loaders):
             self._warn_once(
                 "the train dataloader has no state_dict: a resume from the middle of an epoch sees other data. "
                 "Use torchdata.stateful_dataloader.StatefulDataLoader, or save with EveryNEpochs only"
@@ -735,6 +748,17 @@ def _lineage(records: list[CheckpointRecord]) -> list[CheckpointRecord]:
     return [record for record in newest_first if record.run_id == newest_first[0].run_id]
 
 
+def _marked(store: CheckpointStore, records: list[CheckpointRecord]) -> list[CheckpointRecord]:
+    """The records, those newer than the newest whole one of their run marked as damaged: retention mustn't count them."""
+    for record in _lineage(records):
+        if store.whole(record):
+            break
+        if not record.damaged:
+            marked = store.mark_damaged(record)
+            records = [marked if other is record else other for other in records]
+    return records
+
+
 def _is_ending(trainer: Trainer, now: Progress, epoch_ends: bool) -> bool:
     """Whether the fit ends with the current batch, as far as can be known now."""
     if 0 <= trainer.max_steps <= now.step:
@@ -775,6 +799,10 @@ def _gather_rng(trainer: Trainer) -> list[dict[str, Any]]:
 
 def _is_stateful(loader: Any) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _new_run_id() -> str:

@@ -345,7 +345,12 @@ class CheckpointStore:
             marker = Pending(
                 name=record.path, run_id=record.run_id, attempt=attempt, created_at=time.time(), op="delete"
             )
-            backend.write(record.path + PENDING_SUFFIX, _to_json(marker), owner=_owner(marker))
+            try:
+                backend.write(record.path + PENDING_SUFFIX, _to_json(marker), owner=_owner(marker))
+            except BaseException:
+                with contextlib.suppress(Exception):  # half a marker can't be understood, and nothing is deleted yet
+                    backend.delete(record.path + PENDING_SUFFIX)
+                raise
             backend.delete(record.path + RECORD_SUFFIX)
         backend.delete(record.path)
         backend.delete(record.path + PENDING_SUFFIX)

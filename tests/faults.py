@@ -133,7 +133,9 @@ class Schedule:
 
 def _mangled(data: Any, faults: set[str]) -> bytes:
     content = bytes(data)
-    if {"short", "truncate"} & faults:
+    if "short" in faults:
+        content = content[: (len(content) + 1) // 2]
+    if "truncate" in faults:
         content = content[: len(content) // 2]
     if "flip" in faults and content:
         middle = len(content) // 2

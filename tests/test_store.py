@@ -25,7 +25,7 @@ from lightning_ckpt_policy.checksum import checksum_of
 from lightning_ckpt_policy.errors import CheckpointError, DamagedCheckpointError
 from lightning_ckpt_policy.record import CheckpointRecord
 from lightning_ckpt_policy.store import Attempt, CheckpointStore
-from tests.faults import Fault, FaultyOs, Killed, ObjectFileSystem, Schedule, register
+from tests.faults import Fault, FaultyOs, Killed, Schedule, register
 from tests.store_conformance import Bytes, Folder, StoreConformance, files_of, save
 
 register()
@@ -727,26 +727,3 @@ def test_memory_stays_bounded_while_verifying(local: CheckpointStore) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20 << 20
-
-
-def test_object_store_upload_is_never_finished_by_accident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing or dropping an fsspec file finishes its upload; a failed save must not."""
-    bench = Bench("objects", tmp_path, monkeypatch)
-    store = bench.plain()
-    pending = store.begin(1, "run", 1)
-    uploads: list[str] = []
-    original = ObjectFileSystem.pipe_file
-    monkeypatch.setattr(
-        ObjectFileSystem,
-        "pipe_file",
-        lambda self, path, *a, **k: (uploads.append(path), original(self, path, *a, **k))[1],
-    )
-    image = Bytes(bytes(20_000))
-    image.chunks = lambda: (memoryview(bytes(5000)) if n < 3 else 1 / 0 for n in range(4))  # type: ignore[assignment]
-    with pytest.raises(ZeroDivisionError):
-        store.commit(pending, image, {"step": 1, "epoch": 0, "created_at": 0.0})
-    import gc
-
-    gc.collect()
-    assert uploads == []
-    bench.check()

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_ckpt_policy
 from lightning_ckpt_policy import CheckpointPolicy
-from tests.models import fit, loader
+from tests.models import Rows, fit, loader
 
 RULES = {name: getattr(lightning_ckpt_policy, name) for name in lightning_ckpt_policy.__all__}
 
@@ -46,6 +48,7 @@ def main() -> None:
     parser.add_argument("--trigger", default="EveryNTrainSteps(4)")
     parser.add_argument("--retention", default="KeepLast(2)")
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--loader", default="stateful", choices=["stateful", "plain"])
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--step-seconds", type=float, default=0.0)
@@ -60,13 +63,20 @@ def main() -> None:
         eval(args.trigger, dict(RULES)),
         eval(args.retention, dict(RULES)),
     )
-    distributed = {"strategy": "ddp", "use_distributed_sampler": True} if args.devices > 1 else {}
+    distributed: dict[str, Any] = {}
+    train = partial(loader, args.loader, batches=10 * args.devices)
+    if args.devices > 1:
+        distributed = {"strategy": "ddp", "use_distributed_sampler": args.loader == "plain"}
+        if args.loader == "stateful":
+            rank = int(os.environ.get("LOCAL_RANK", 0))
+            sampler = DistributedSampler(Rows(40 * args.devices), args.devices, rank, seed=3)
+            train = partial(StatefulDataLoader, sampler.dataset, batch_size=4, sampler=sampler)
     observer = fit(
         args.root,
         None if args.no_policy else policy,
         seed=args.seed,
         ckpt_path=None if args.no_policy else "last",
-        train=partial(loader, batches=10 * args.devices),
+        train=train,
         validate=True,
         callbacks=[Disturb(args.step_seconds, args.crash_at, args.crash_rank, args.crash_how)],
         max_epochs=args.epochs,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,25 +17,39 @@ TWO = ("--devices", "2")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("undisturbed")
-    run(root, *TWO, "--no-policy")
-    return root
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a run without saves, with a kind of loader."""
+
+    @cache
+    def folder(loader: str) -> Path:
+        root = tmp_path_factory.mktemp(loader)
+        run(root, *TWO, "--no-policy", "--loader", loader)
+        return root
+
+    return folder
 
 
 @pytest.mark.parametrize(
-    "trigger",
-    ["EveryNTrainSteps(4)", "EveryInterval(seconds=0.05)", "EveryNTrainSteps(6) & AfterValidation()"],
+    ("trigger", "loader"),
+    [
+        ("EveryNTrainSteps(4)", "stateful"),
+        ("EveryInterval(seconds=0.05)", "stateful"),
+        ("EveryNEpochs(1)", "stateful"),
+        ("EveryNEpochs(1)", "plain"),
+    ],
 )
-def test_save_and_resume_exactly(tmp_path: Path, undisturbed: Path, trigger: str) -> None:
-    run(tmp_path, *TWO, "--trigger", trigger, "--crash-at", "17", "--crash-how", "kill", expect=None)
+def test_save_and_resume_exactly(
+    tmp_path: Path, undisturbed: Callable[[str], Path], trigger: str, loader: str
+) -> None:
+    options = (*TWO, "--trigger", trigger, "--loader", loader)
+    run(tmp_path, *options, "--crash-at", "17", "--crash-how", "kill", expect=None)
     killed_at = CheckpointStore(str(tmp_path / "ckpt")).latest()
     assert killed_at is not None
     assert 0 < killed_at.step <= 17
     assert killed_at.world_size == 2
-    run(tmp_path, *TWO, "--trigger", trigger, "--seed", "7")
+    run(tmp_path, *options)
     for rank in (0, 1):
-        expected, resumed = final(undisturbed, rank), final(tmp_path, rank)
+        expected, resumed = final(undisturbed(loader), rank), final(tmp_path, rank)
         assert resumed["batches"] == expected["batches"][killed_at.step :]
         assert differences({**expected, "batches": 0}, {**resumed, "batches": 0}) == []
     newest = CheckpointStore(str(tmp_path / "ckpt")).latest()
@@ -42,10 +58,10 @@ def test_save_and_resume_exactly(tmp_path: Path, undisturbed: Path, trigger: str
     assert newest.run_id == killed_at.run_id
 
 
-def test_saving_changes_nothing(tmp_path: Path, undisturbed: Path) -> None:
+def test_saving_changes_nothing(tmp_path: Path, undisturbed: Callable[[str], Path]) -> None:
     run(tmp_path, *TWO, "--trigger", "EveryNTrainSteps(1)")
     for rank in (0, 1):
-        assert differences(final(undisturbed, rank), final(tmp_path, rank)) == []
+        assert differences(final(undisturbed("stateful"), rank), final(tmp_path, rank)) == []
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
