@@ -6,7 +6,7 @@ import errno
 import threading
 import time
 
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
 
 from lightning_ckpt_policy.errors import DamagedCheckpointError
 
@@ -42,7 +42,7 @@ def retrying(stop: threading.Event | None = None) -> Retrying:
     """
     return Retrying(
         stop=stop_after_attempt(TRIES),
-        wait=wait_exponential_jitter(initial=0.2, max=20, jitter=0.2),
+        wait=wait_exponential(multiplier=0.2, max=20) + wait_random(0, 0.2),
         retry=retry_if_exception(is_transient),
         sleep=time.sleep if stop is None else stop.wait,  # type: ignore[arg-type]
         reraise=True,

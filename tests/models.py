@@ -118,11 +118,11 @@ def fit(
     ckpt_path: str | None = None,
     train: Callable[[], Any] = loader,
     validate: bool = False,
-    model: LightningModule | None = None,
+    model: LightningModule | Callable[[], LightningModule] = Net,
     callbacks: list[Callback] | None = None,
     **trainer_options: Any,
 ) -> Observer:
-    """Train ``Net``; a fit that crashes on purpose returns like one that ends."""
+    """Train a model, made after seeding if it's a class; a fit that crashes on purpose returns like one that ends."""
     seed_everything(seed, verbose=False)
     observer = Observer(crash_at)
     policies = policy if isinstance(policy, list) else [policy] if policy is not None else []
@@ -140,7 +140,9 @@ def fit(
     trainer = Trainer(callbacks=[observer, *(callbacks or []), *policies], **{**options, **trainer_options})
     val_loader = DataLoader(Rows(12), batch_size=4) if validate else None
     try:
-        trainer.fit(model or Net(), train(), val_loader, ckpt_path=ckpt_path)
+        trainer.fit(
+            model if isinstance(model, LightningModule) else model(), train(), val_loader, ckpt_path=ckpt_path
+        )
     except Interrupted:
         assert crash_at is not None
     observer.trainer = trainer  # type: ignore[attr-defined]

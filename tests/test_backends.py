@@ -20,6 +20,7 @@ from lightning_ckpt_policy.backends import Backend, LocalBackend, MemoryBackend,
 from tests.faults import Fault, FaultyOs, ObjectFileSystem, Schedule, register
 
 register()
+pytestmark = pytest.mark.core
 
 
 @pytest.fixture(params=["file", "memory", "objects"])
@@ -381,6 +382,21 @@ def test_error_that_comes_late(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     with pytest.raises(OSError, match="injected"):
         backend.write("a.json", b"abc", owner="x", exclusive=True)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_folder_that_cannot_be_synced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, existing: bool) -> None:
+    """A new file goes again, since a power cut could take it; what replaced another stays, being whole."""
+    if existing:
+        (tmp_path / "a.ckpt").write_bytes(b"old")
+    backend, _ = faulty(monkeypatch, str(tmp_path), "file", Fault("error", op="os.fsync", path=tmp_path.name, kth=1))
+    with pytest.raises(OSError, match="injected"):
+        backend.write_payload("a.ckpt", [b"new!"], 4)
+    assert backend.list() == ({"a.ckpt": 4} if existing else {})
+    unsupported = Fault("error", op="os.fsync", path=tmp_path.name, error=lambda: OSError(errno.EINVAL, "not here"))
+    backend, _ = faulty(monkeypatch, str(tmp_path), "file", unsupported)
+    backend.write_payload("b.ckpt", [b"new!"], 4)
+    assert backend.size("b.ckpt") == 4
 
 
 def test_large_payload_is_synced_on_the_way(

@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+import random
+import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_ckpt_policy import AtSteps, CheckpointPolicy, KeepAll
-from tests.models import differences, fit, loader
+from lightning_ckpt_policy import AfterValidation, AtSteps, CheckpointPolicy, EveryNTrainSteps, KeepAll
+from tests.models import Net, Rows, differences, fit, loader
 
 
-def interrupted_and_resumed(tmp_path: Path, save_at: int, crash_at: int, **options: Any) -> tuple[Any, Any, Any]:
+def interrupted_and_resumed(
+    tmp_path: Path,
+    save_at: int,
+    crash_at: int,
+    *,
+    model: type[LightningModule] = Net,
+    callbacks: Any = list,
+    seed: int = 99,
+    saved: int | None = None,
+    **options: Any,
+) -> tuple[Any, Any, Any]:
     """An undisturbed fit, and one that crashed after the save at ``save_at`` and was resumed by new objects."""
-    whole = fit(tmp_path, None, **options)
+
+    def run(*args: Any, **more: Any) -> Any:
+        return fit(tmp_path, *args, **{**options, **more}, model=model, callbacks=callbacks())
+
+    whole = run(None)
 
     def policy() -> CheckpointPolicy:
         return CheckpointPolicy(tmp_path / "ckpt", AtSteps([save_at]), KeepAll(), save_on_train_end=False)
 
-    first = fit(tmp_path, policy(), crash_at=crash_at, **options)
-    assert [record.step for record in CheckpointPolicy(tmp_path / "ckpt").store.records()] == [save_at]
-    second = fit(tmp_path, policy(), ckpt_path="last", **{**options, "seed": 99})
+    first = run(policy(), crash_at=crash_at)
+    assert [record.step for record in CheckpointPolicy(tmp_path / "ckpt").store.records()] == [saved or save_at]
+    second = run(policy(), ckpt_path="last", seed=seed)
     return whole, first, second
+
+
+def assert_exact(whole: Any, second: Any, save_at: int) -> None:
+    assert second.batches == [(step, batch) for step, batch in whole.batches if step >= save_at]
+    assert differences(whole.final, second.final) == []
 
 
 @pytest.mark.core
@@ -55,3 +82,208 @@ def test_plain_loader_resumes_exactly_at_epoch_ends(tmp_path: Path, save_at: int
     )
     assert second.batches == whole.batches[save_at:]
     assert differences(whole.final, second.final) == []
+
+
+class Manual(Net):
+    """Manual optimization with two optimizers, one of which steps in every second batch only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        for index, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type]
+            if index == 0 or batch_idx % 2:
+                optimizer.zero_grad()
+                self.manual_backward(self.body(batch + random.random()).pow(2).mean())
+                optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        half = list(self.parameters())
+        return [torch.optim.Adam(half[:3], lr=0.01), torch.optim.SGD(half[3:], lr=0.01, momentum=0.9)]
+
+
+class PerEpoch(Net):
+    """A scheduler that steps per epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Augmented(Rows):
+    """Draws at random in each item."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + torch.rand(4)
+
+
+def stateful(dataset: type[Dataset[Any]], **options: Any) -> Any:
+    return StatefulDataLoader(dataset(40), batch_size=4, shuffle=True, **options)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("save_at", [3, 6, 15])
+def test_manual_optimization_with_two_optimizers(tmp_path: Path, save_at: int) -> None:
+    whole, _, second = interrupted_and_resumed(tmp_path, save_at, save_at + 3, model=Manual)
+    assert_exact(whole, second, save_at)
+
+
+@pytest.mark.parametrize(("save_at", "validate"), [(4, False), (10, False), (10, True), (14, True)])
+def test_a_scheduler_per_epoch(tmp_path: Path, save_at: int, validate: bool) -> None:
+    whole, _, second = interrupted_and_resumed(tmp_path, save_at, save_at + 2, model=PerEpoch, validate=validate)
+    assert_exact(whole, second, save_at)
+
+
+@pytest.mark.parametrize("save_at", [1, 2, 4, 6])
+def test_accumulation_windows(tmp_path: Path, save_at: int) -> None:
+    whole, _, second = interrupted_and_resumed(tmp_path, save_at, save_at + 1, accumulate_grad_batches=3)
+    assert_exact(whole, second, save_at)
+
+
+def test_a_crash_inside_an_accumulation_window(tmp_path: Path) -> None:
+    # a trigger that is due within the window waits for its end; the batches since are trained again
+    whole, first, second = interrupted_and_resumed(
+        tmp_path, 2, 3, accumulate_grad_batches=3, callbacks=list, max_epochs=2
+    )
+    assert len(first.batches) == 9
+    assert_exact(whole, second, 2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("save_at", [4, 10, 13])
+def test_stateful_loader_with_workers(tmp_path: Path, save_at: int, workers: int) -> None:
+    train = partial(stateful, Rows, num_workers=workers)
+    whole, _, second = interrupted_and_resumed(tmp_path, save_at, save_at + 2, train=train)
+    assert_exact(whole, second, save_at)
+
+
+def test_random_augmentation_without_workers(tmp_path: Path) -> None:
+    whole, _, second = interrupted_and_resumed(tmp_path, 13, 15, train=partial(stateful, Augmented))
+    assert_exact(whole, second, 13)
+
+
+@pytest.mark.skipif(not hasattr(lightning.pytorch.callbacks, "EMAWeightAveraging"), reason="came with Lightning 2.6")
+@pytest.mark.parametrize(("save_at", "validate"), [(3, False), (10, False), (10, True), (13, True)])
+def test_averaged_weights(tmp_path: Path, save_at: int, validate: bool) -> None:
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    whole, _, second = interrupted_and_resumed(
+        tmp_path, save_at, save_at + 2, validate=validate, callbacks=lambda: [EMAWeightAveraging(decay=0.9)]
+    )
+    assert_exact(whole, second, save_at)
+
+
+def test_a_crash_during_validation(tmp_path: Path) -> None:
+    class Breaks(Net):
+        broken = True
+
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            if Breaks.broken and self.global_step == 20 and batch_idx == 1:
+                raise RuntimeError("in validation")
+            super().validation_step(batch, batch_idx)
+
+    def policy() -> CheckpointPolicy:
+        return CheckpointPolicy(tmp_path / "ckpt", EveryNTrainSteps(6), KeepAll())
+
+    whole = fit(tmp_path, None, validate=True)
+    with pytest.raises(RuntimeError, match="in validation"):
+        fit(tmp_path, policy(), validate=True, model=Breaks)
+    Breaks.broken = False
+    second = fit(tmp_path, policy(), validate=True, model=Breaks, ckpt_path="last", seed=99)
+    assert second.batches[0][0] == 18
+    assert_exact(whole, second, 18)
+
+
+# What Lightning itself can't resume exactly. Each asserts the limit, so that a version that lifts it is noticed.
+
+
+def warned(caught: list[warnings.WarningMessage], text: str) -> bool:
+    return any(text in str(warning.message) for warning in caught)
+
+
+@pytest.fixture
+def caught() -> Iterator[list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        yield messages
+
+
+def test_limit_a_plain_loader_in_the_middle_of_an_epoch_sees_other_data(tmp_path: Path, caught: Any) -> None:
+    whole, _, second = interrupted_and_resumed(tmp_path, 13, 15, train=partial(loader, "plain"))
+    assert second.batches[0] != whole.batches[13]
+    assert warned(caught, "no state_dict")
+
+
+def test_limit_random_augmentation_in_workers_differs(tmp_path: Path) -> None:
+    whole, _, second = interrupted_and_resumed(tmp_path, 13, 15, train=partial(stateful, Augmented, num_workers=2))
+    assert second.batches != whole.batches[13:]
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Has no length, and a state."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.position < 40:
+            self.position += 1
+            yield torch.full((4,), float(self.position))
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_limit_a_loader_without_length_loses_a_batch(tmp_path: Path, caught: Any) -> None:
+    whole, _, second = interrupted_and_resumed(
+        tmp_path, 4, 6, train=lambda: StatefulDataLoader(Stream(), batch_size=4), max_epochs=1
+    )
+    assert second.batches[0][1] == whole.batches[5][1]
+    assert warned(caught, "no length")
+
+
+class Target(Net):
+    """Keeps a moving target in a buffer, updated in the module's own hook (as in BYOL)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("target", torch.zeros(()))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.target += 1  # type: ignore[operator]
+
+
+def test_limit_the_modules_own_batch_end_hook_is_lost(tmp_path: Path, caught: Any) -> None:
+    whole, _, second = interrupted_and_resumed(tmp_path, 13, 15, model=Target)
+    assert int(whole.final["weights"]["target"]) == 30
+    assert int(second.final["weights"]["target"]) == 29
+    assert warned(caught, "Target.on_train_batch_end")
+
+
+class Plateau(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def test_limit_reduce_lr_on_plateau_skips_a_step(tmp_path: Path, caught: Any) -> None:
+    whole, _, second = interrupted_and_resumed(tmp_path, 10, 12, model=Plateau, validate=True)
+    assert whole.final["schedulers"][0]["last_epoch"] == second.final["schedulers"][0]["last_epoch"] + 1
+    assert warned(caught, "ReduceLROnPlateau")
+
+
+def test_every_save_point_of_a_long_run_resumes_exactly(tmp_path: Path) -> None:
+    """One run saves everywhere it may; resuming from each of its checkpoints ends the same."""
+    options: dict[str, Any] = {"validate": True, "val_check_interval": 4, "max_epochs": 2}
+    whole = fit(tmp_path, CheckpointPolicy(tmp_path / "all", EveryNTrainSteps(1) | AfterValidation(), KeepAll()), **options)
+    for record in CheckpointPolicy(tmp_path / "all").store.records():
+        if record.step < 20:
+            path = str(tmp_path / "all" / record.path)
+            again = fit(tmp_path, CheckpointPolicy(tmp_path / "x", AtSteps([99])), ckpt_path=path, seed=7, **options)
+            assert_exact(whole, again, record.step)
+

@@ -25,6 +25,7 @@ from lightning_ckpt_policy.record import (
 from lightning_ckpt_policy.store import Attempt, CheckpointStore, Pending, _from_json
 from tests.store_conformance import Folder, save
 
+pytestmark = pytest.mark.core
 GOOD: dict[str, Any] = {
     "schema_version": 1,
     "path": "step-0000000010.ckpt",

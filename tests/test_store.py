@@ -29,6 +29,7 @@ from tests.faults import Fault, FaultyOs, Killed, Schedule, register
 from tests.store_conformance import Bytes, Folder, StoreConformance, files_of, save
 
 register()
+pytestmark = pytest.mark.core
 KINDS = ("file", "memory", "objects")
 FOREIGN = {"step-0000000001.ckpt.txt": b"foreign", ".step-0000000002.ckpt.tmp": b"foreign", "notes.json": b"{}"}
 
