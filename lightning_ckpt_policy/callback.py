@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ckpt_policy import _lightning
 from lightning_ckpt_policy.errors import CheckpointError, CheckpointSaveError, DamagedCheckpointError, SupersededError
-from lightning_ckpt_policy.io import DEFAULT_SAVE_TIMEOUT, AsyncCheckpointIO, SaveRequest
+from lightning_ckpt_policy.io import DEFAULT_SAVE_TIMEOUT, GRACE, AsyncCheckpointIO, SaveRequest
 from lightning_ckpt_policy.ledger import Ledger, SaveOutcome
 from lightning_ckpt_policy.record import CheckpointRecord, is_safe_name
 from lightning_ckpt_policy.retention import KeepAll, KeepLast, Retention, as_retention, best
@@ -504,7 +504,7 @@ class CheckpointPolicy(Checkpoint):
         if not reasons or self._superseded:
             return ()
         if ending:
-            self._io.writer.drain(self.save_timeout, saves_only=True)
+            self._io.writer.drain(self.save_timeout + GRACE, saves_only=True)
         elif self._io.writer.saving:
             return ()
         self._raise_after_failures()
@@ -585,9 +585,9 @@ class CheckpointPolicy(Checkpoint):
     def _finish(self, trainer: Trainer, status: str) -> None:
         assert self._ledger is not None
         writer = self._io.writer
-        writer.drain(self.save_timeout, saves_only=True)
+        writer.drain(self.save_timeout + GRACE, saves_only=True)
         self._ledger.prune()
-        if not writer.drain(self.save_timeout):
+        if not writer.drain(self.save_timeout + GRACE):
             rank_zero_warn(
                 f"Deleting superfluous checkpoints in {self.store.url!r} takes longer than save_timeout="
                 f"{self.save_timeout:g} s: some are left, and are deleted after the next confirmed save"
@@ -608,7 +608,7 @@ class CheckpointPolicy(Checkpoint):
         self._capturing = None
         if self._ledger is None:
             return
-        if not self._io.writer.drain(self.save_timeout, saves_only=True):
+        if not self._io.writer.drain(self.save_timeout + GRACE, saves_only=True):
             rank_zero_warn(
                 f"The pending checkpoint is lost: {self.store.url!r} didn't answer within save_timeout="
                 f"{self.save_timeout:g} s. The newest confirmed one is {self.last_model_path or 'none'}"

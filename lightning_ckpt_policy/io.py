@@ -25,6 +25,8 @@ from lightning_ckpt_policy.writer import BackgroundWriter
 
 # seconds; large enough for a terabyte at 600 MB/s, small enough that a dead store is noticed the same day
 DEFAULT_SAVE_TIMEOUT = 1800.0
+# seconds over save_timeout for which the end of a fit waits, so that a save that is given up is reported as that
+GRACE = 10.0
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class AsyncCheckpointIO(CheckpointIO):
         Raises:
             CheckpointSaveError: The newest write failed, unless another error is on its way already.
         """
-        if not self.writer.close(self.save_timeout):
+        if not self.writer.close(self.save_timeout + GRACE):
             self._warn("the fit ended with background work on checkpoints undone: the store didn't answer in time")
         failed, self._failed = self._failed, None
         self._report()

@@ -121,7 +121,7 @@ class CheckpointRecord:
         if not isinstance(values, dict):
             raise RecordError(f"a JSON object was expected, not {type(values).__name__}")
         version = values.get("schema_version")
-        if not _is_int(version) or not 1 <= version <= SCHEMA_VERSION:
+        if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= SCHEMA_VERSION:
             raise RecordError(
                 f"schema_version={version!r}, this version reads 1 to {SCHEMA_VERSION}; upgrade lightning-ckpt-policy"
             )
@@ -144,7 +144,8 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1023  # fits in a float
+    return whole or isinstance(value, float)
 
 
 def _check(record: CheckpointRecord) -> None:
