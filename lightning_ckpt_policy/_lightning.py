@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 
@@ -30,7 +30,22 @@ def intercept_ckpt_path(select: Callable[..., tuple[bool, Any]]) -> None:
         return path if answered else original(self, state_fn, ckpt_path, *args, **kwargs)
 
     parse._ckpt_policy_wrap = True  # type: ignore[attr-defined]
-    _CheckpointConnector._parse_ckpt_path = parse
+    _CheckpointConnector._parse_ckpt_path = parse  # type: ignore[method-assign]
+
+
+def callbacks(trainer: Any) -> list[Callback]:
+    """The Trainer's callbacks (public, but set where a type checker doesn't see it, as the two below)."""
+    return list(trainer.callbacks)
+
+
+def fast_dev_run(trainer: Any) -> bool:
+    """Whether this is a trial of a few batches, in which nothing is saved."""
+    return bool(trainer.fast_dev_run)
+
+
+def reloads_dataloaders(trainer: Any) -> bool:
+    """Whether dataloaders are made anew every few epochs."""
+    return bool(trainer.reload_dataloaders_every_n_epochs)
 
 
 def gradients_pending(trainer: Trainer) -> bool:
@@ -45,16 +60,17 @@ def is_last_batch(trainer: Trainer) -> bool:
 
 def validation_is_due(trainer: Trainer) -> bool:
     """Whether a validation runs after the current batch."""
-    loop = trainer.fit_loop
+    loop: Any = trainer.fit_loop
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
 def may_stop(trainer: Trainer, epoch_ends: bool) -> bool:
     """Whether ``trainer.should_stop`` would end the fit at the end of the current batch, or of its epoch."""
-    loop = trainer.fit_loop
+    loop: Any = trainer.fit_loop
     epochs = loop.epoch_progress.current.processed + epoch_ends
-    return (not loop.min_epochs or epochs >= loop.min_epochs) and (
-        not loop.min_steps or loop.epoch_loop.global_step >= loop.min_steps
+    return bool(
+        (not loop.min_epochs or epochs >= loop.min_epochs)
+        and (not loop.min_steps or loop.epoch_loop.global_step >= loop.min_steps)
     )
 
 

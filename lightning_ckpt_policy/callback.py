@@ -7,7 +7,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
-
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -18,9 +17,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ckpt_policy import _lightning
 from lightning_ckpt_policy.errors import CheckpointError, CheckpointSaveError, DamagedCheckpointError, SupersededError
@@ -210,7 +209,7 @@ class CheckpointPolicy(Checkpoint):
                 "(the package pytorch_lightning is a separate copy that ignores this callback)"
             )
         store = self._bind(trainer)
-        others = [cb for cb in trainer.callbacks if isinstance(cb, CheckpointPolicy) and cb is not self]
+        others = [cb for cb in _lightning.callbacks(trainer) if isinstance(cb, CheckpointPolicy) and cb is not self]
         if any(other._bind(trainer).url == store.url for other in others):
             raise ValueError(
                 f"two CheckpointPolicy callbacks share dirpath={store.url!r}: give each its own dirpath, "
@@ -225,7 +224,7 @@ class CheckpointPolicy(Checkpoint):
                 f'ckpt_path="last": rank {trainer.global_rank} and rank 0 don\'t find the same checkpoints in '
                 f"{store.url!r}: all ranks must see one folder"
             )
-        if stage == TrainerFn.FITTING and not trainer.fast_dev_run:
+        if stage == TrainerFn.FITTING and not _lightning.fast_dev_run(trainer):
             _on_rank_zero(trainer, store.check)
 
     def _bind(self, trainer: Trainer) -> CheckpointStore:
@@ -269,7 +268,7 @@ class CheckpointPolicy(Checkpoint):
         if fitting and all(record.weights_only for record in candidates):
             raise ValueError(
                 f'ckpt_path="last": the checkpoints in {store.url!r} were saved with save_weights_only=True and '
-                "can't be resumed from. Pass the path to trainer.validate or load_from_checkpoint, or use another dirpath"
+                "can't be resumed from. Pass a path to trainer.validate or load_from_checkpoint, or use another dirpath"
             )
         skipped: list[str] = []
         for record in candidates:
@@ -323,9 +322,7 @@ class CheckpointPolicy(Checkpoint):
         self._resumed = record
         return opened[0] if opened else store.open_verified(record)
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep what this package stored in the checkpoint."""
         state = checkpoint.get(STATE_KEY, {})
         if state and state["schema_version"] > STATE_VERSION:
@@ -337,7 +334,7 @@ class CheckpointPolicy(Checkpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the random state where an epoch begins before ``on_train_start``, and the epoch of samplers."""
-        if self._loaded and not trainer.reload_dataloaders_every_n_epochs:
+        if self._loaded and not _lightning.reloads_dataloaders(trainer):
             # Lightning makes the first iterator of a resumed fit before it tells the sampler which epoch it is
             self._release_loaders = _lightning.start_samplers_at(trainer, self._loaded["progress"]["epoch"])
         if self._loaded and self._loaded["point"] == EPOCH_END and not self._loaded["stateful_loader"]:
@@ -348,10 +345,12 @@ class CheckpointPolicy(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin an attempt of a run, sweep what a killed one left, and restore the random state."""
         self._release_loaders()
-        if trainer.fast_dev_run:
+        if _lightning.fast_dev_run(trainer):
             return
         now = time.monotonic()
-        same_process = self._loaded is None and self._attempt is not None and 0 < self._since.step <= trainer.global_step
+        same_process = (
+            self._loaded is None and self._attempt is not None and 0 < self._since.step <= trainer.global_step
+        )
         if self._loaded and "progress" in self._loaded:
             elapsed = max(0.0, time.time() - self._loaded["created_at"])
             self._since = Progress(**self._loaded["progress"], time=now - elapsed)
@@ -390,9 +389,7 @@ class CheckpointPolicy(Checkpoint):
         if self._loaded and not (self._loaded["point"] == EPOCH_END and not self._loaded["stateful_loader"]):
             self._restore_rng(trainer)
 
-    def _begin_attempt(
-        self, store: CheckpointStore, records: list[CheckpointRecord], same_process: bool
-    ) -> Attempt:
+    def _begin_attempt(self, store: CheckpointStore, records: list[CheckpointRecord], same_process: bool) -> Attempt:
         if self._resumed is not None:
             newest = next((record for record in _lineage(records) if not record.damaged), None)
             if newest is not None and newest.path == self._resumed.path:
@@ -464,7 +461,7 @@ class CheckpointPolicy(Checkpoint):
                 self._warn_once(
                     f"monitor={monitor!r} of the retention was not logged by this validation "
                     f"(logged: {', '.join(sorted(metrics)) or 'nothing'}): checkpoints are saved without it and can't "
-                    f"be kept by it. Log it in validation_step or on_validation_epoch_end with self.log({monitor!r}, ...)"
+                    f"be kept by it. Log it in validation_step or on_validation_epoch_end: self.log({monitor!r}, ...)"
                 )
         epoch_ends = _lightning.is_last_batch(trainer)
         now = Progress(
@@ -484,9 +481,7 @@ class CheckpointPolicy(Checkpoint):
         # in manual optimization nobody but the module knows its windows: the end of one is a batch that stepped
         return _lightning.gradients_pending(trainer) if pl_module.automatic_optimization else not self._stepped
 
-    def _consider(
-        self, trainer: Trainer, now: Progress, point: str, reasons: tuple[str, ...], ending: bool
-    ) -> None:
+    def _consider(self, trainer: Trainer, now: Progress, point: str, reasons: tuple[str, ...], ending: bool) -> None:
         """Save, unless this step's state was captured already or another save is on its way."""
         if now.step == self._since.step:
             reasons = ()
@@ -537,9 +532,7 @@ class CheckpointPolicy(Checkpoint):
             self._capturing = None
         self._since = now
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the random state of all ranks and the progress to a checkpoint, also to one that the user saves."""
         if self._capturing is None and STATE_KEY in checkpoint:
             return
@@ -554,7 +547,7 @@ class CheckpointPolicy(Checkpoint):
         state["point"] = point
         state["stateful_loader"] = stateful
         state["created_at"] = time.time()
-        policies = [callback for callback in trainer.callbacks if isinstance(callback, CheckpointPolicy)]
+        policies = [callback for callback in _lightning.callbacks(trainer) if isinstance(callback, CheckpointPolicy)]
         attempts = [self._attempt, *(policy._attempt for policy in policies if policy is not self)]
         state["runs"] = [attempt.run_id for attempt in attempts if attempt is not None]
         # only a save of ours is known to run on every rank
@@ -643,7 +636,7 @@ class CheckpointPolicy(Checkpoint):
             if event.record is not None:
                 self._failures = 0
                 for logger in trainer.loggers:
-                    logger.after_save_checkpoint(self)
+                    logger.after_save_checkpoint(self)  # type: ignore[arg-type]
             elif isinstance(event.error, SupersededError):
                 self._superseded = True
                 rank_zero_warn(str(event.error))
@@ -713,7 +706,7 @@ class CheckpointPolicy(Checkpoint):
 
 def _answer_ckpt_path(trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any) -> tuple[bool, str | None]:
     """What ``ckpt_path`` means for a Trainer that has a ``CheckpointPolicy``: whether there is an answer, and which."""
-    policies = [callback for callback in trainer.callbacks if isinstance(callback, CheckpointPolicy)]
+    policies = [callback for callback in _lightning.callbacks(trainer) if isinstance(callback, CheckpointPolicy)]
     for policy in policies:
         policy._selected = None
         policy._asked_for_last = ckpt_path == "last"
@@ -734,7 +727,9 @@ def _answer_ckpt_path(trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any) -> 
         path = policy._select(trainer, state_fn == TrainerFn.FITTING)
         if path is not None:
             return True, path
-    if any(isinstance(callback, (ModelCheckpoint, OnExceptionCheckpoint)) for callback in trainer.callbacks):
+    if any(
+        isinstance(callback, (ModelCheckpoint, OnExceptionCheckpoint)) for callback in _lightning.callbacks(trainer)
+    ):
         return False, None
     rank_zero_info(f'ckpt_path="last": nothing is saved yet in {policies[0].store.url!r}, training starts afresh')
     return True, None
@@ -749,7 +744,7 @@ def _lineage(records: list[CheckpointRecord]) -> list[CheckpointRecord]:
 
 
 def _marked(store: CheckpointStore, records: list[CheckpointRecord]) -> list[CheckpointRecord]:
-    """The records, those newer than the newest whole one of their run marked as damaged: retention mustn't count them."""
+    """The records, those after their run's newest whole one marked as damaged: retention mustn't count them."""
     for record in _lineage(records):
         if store.whole(record):
             break
@@ -826,5 +821,3 @@ def _check_filename(filename: object) -> None:
         raise ValueError(
             f"filename={filename!r} must contain the step, and neither separators nor special characters: {advice}"
         )
-
-

@@ -1,4 +1,4 @@
-"""The ``CheckpointIO`` that writes in the background: by itself under ``ModelCheckpoint``, or for ``CheckpointPolicy``."""
+"""The ``CheckpointIO`` that writes in the background: by itself under ``ModelCheckpoint``, or for a policy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GRACE = 10.0
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What ``CheckpointPolicy`` hands to ``Trainer.save_checkpoint(storage_options=...)``: commit this, with a record."""
+    """What a policy hands to ``Trainer.save_checkpoint(storage_options=...)``: commit this, with a record."""
 
     ledger: Ledger
     draft: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""One attempt of a run, seen from the background: commit a save, remember what is confirmed, delete what is superfluous."""
+"""One attempt of a run, seen from the background: commit, remember what is confirmed, delete what is superfluous."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from lightning_ckpt_policy.retry import retrying
 from lightning_ckpt_policy.snapshot import Image
 from lightning_ckpt_policy.store import Attempt, CheckpointStore
 from lightning_ckpt_policy.writer import BackgroundWriter
+
 
 @dataclass(frozen=True)
 class SaveOutcome:

@@ -28,8 +28,9 @@ def collect_rng_state() -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if numpy is not None:
         name, key, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+        assert not isinstance(key, str)
         state["numpy"] = (str(name), torch.tensor(key.astype("int64")), int(position), int(has_gauss), float(gauss))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()

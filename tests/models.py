@@ -140,9 +140,7 @@ def fit(
     trainer = Trainer(callbacks=[observer, *(callbacks or []), *policies], **{**options, **trainer_options})
     val_loader = DataLoader(Rows(12), batch_size=4) if validate else None
     try:
-        trainer.fit(
-            model if isinstance(model, LightningModule) else model(), train(), val_loader, ckpt_path=ckpt_path
-        )
+        trainer.fit(model if isinstance(model, LightningModule) else model(), train(), val_loader, ckpt_path=ckpt_path)
     except Interrupted:
         assert crash_at is not None
     observer.trainer = trainer  # type: ignore[attr-defined]

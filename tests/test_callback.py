@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def deletes(monkeypatch: pytest.MonkeyPatch) -> Faults:
 
 
 @pytest.fixture
-def drained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def drained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each save is confirmed before training goes on, so that no trigger waits for one on its way."""
     original = CheckpointPolicy._save
 
@@ -92,7 +92,6 @@ def drained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         self._io.writer.drain(30)
 
     monkeypatch.setattr(CheckpointPolicy, "_save", save)
-    yield
 
 
 # when
@@ -109,7 +108,12 @@ def drained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("", EveryNEpochs(1), {"validate": True}, [10, 20, 30]),
         ("", AfterValidation(), {"validate": True, "val_check_interval": 5}, [5, 10, 15, 20, 25, 30]),
         ("", AfterValidation(2), {"validate": True, "val_check_interval": 5}, [10, 20, 30]),
-        ("", EveryNTrainSteps(4) & AfterValidation(), {"validate": True, "val_check_interval": 5}, [5, 10, 15, 20, 25, 30]),
+        (
+            "",
+            EveryNTrainSteps(4) & AfterValidation(),
+            {"validate": True, "val_check_interval": 5},
+            [5, 10, 15, 20, 25, 30],
+        ),
         ("", EveryInterval(hours=1), {}, []),
         ("", EveryNTrainSteps(3), {"accumulate_grad_batches": 4}, [3, 6, 9]),
         ("", EveryNTrainSteps(4), {"limit_train_batches": 3}, [4, 8]),
@@ -286,7 +290,10 @@ def test_case_06_nan_is_never_best_but_may_be_last(tmp_path: Path, drained: None
     model = Scripted([float("nan"), 0.5, float("nan"), 0.4])
     used = policy(tmp_path, AfterValidation(), KeepBest(2, "score"))
     fit(tmp_path, used, model=model, validate=True, max_epochs=4)
-    assert [(record.step, record.metrics["score"]) for record in records(tmp_path)] == [(20, 0.5), (40, pytest.approx(0.4))]
+    assert [(record.step, record.metrics["score"]) for record in records(tmp_path)] == [
+        (20, 0.5),
+        (40, pytest.approx(0.4)),
+    ]
     assert used.best_model_path == str(tmp_path / "ckpt" / "step-0000000040.ckpt")
     assert float(used.best_model_score) == pytest.approx(0.4)  # type: ignore[arg-type]
 
@@ -380,9 +387,7 @@ def test_a_pinned_checkpoint_stays(tmp_path: Path, drained: None) -> None:
 # what goes wrong
 
 
-def test_case_13_a_write_that_fails_costs_that_checkpoint_alone(
-    tmp_path: Path, drained: None, writes: Faults
-) -> None:
+def test_case_13_a_write_that_fails_costs_that_checkpoint_alone(tmp_path: Path, drained: None, writes: Faults) -> None:
     def act(call: int, name: str) -> None:
         if name == "step-0000000004.ckpt":
             raise PermissionError("no")
@@ -780,7 +785,7 @@ def test_a_trainer_of_pytorch_lightning_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_io_it_cannot_work_with_is_refused(tmp_path: Path) -> None:
     from lightning.pytorch.plugins.io import AsyncCheckpointIO as StockAsyncCheckpointIO
 
-    with pytest.raises(ValueError, match="AsyncCheckpointIO.*leave it out"):
+    with pytest.raises(ValueError, match=r"AsyncCheckpointIO.*leave it out"):
         fit(tmp_path, policy(tmp_path, AtSteps([3])), plugins=[StockAsyncCheckpointIO()])
 
 
@@ -791,7 +796,7 @@ def test_a_strategy_it_cannot_work_with_is_refused(tmp_path: Path) -> None:
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
             super().save_checkpoint(*args, **kwargs)
 
-    with pytest.raises(ValueError, match="strategy=Own.*ddp"):
+    with pytest.raises(ValueError, match=r"strategy=Own.*ddp"):
         fit(tmp_path, policy(tmp_path, AtSteps([3])), strategy=Own(device=torch.device("cpu")))
 
 
@@ -822,5 +827,3 @@ def test_limits_are_said_at_the_start(tmp_path: Path) -> None:
     text = " ".join(str(warning.message) for warning in caught)
     assert "no state_dict" in text
     assert "Moving.on_train_batch_end" in text
-
-

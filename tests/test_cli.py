@@ -127,5 +127,3 @@ def test_bad_values_are_named(
     with pytest.raises((SystemExit, ValueError)) as error:
         cli(tmp_path, config(tmp_path, **options), run=False)
     assert message in capsys.readouterr().err + str(error.value)
-
-

@@ -67,7 +67,7 @@ def assert_exact(whole: Any, second: Any, save_at: int) -> None:
 def test_stateful_loader_resumes_exactly_anywhere(
     tmp_path: Path, save_at: int, validation: dict[str, Any], limit: dict[str, Any]
 ) -> None:
-    whole, first, second = interrupted_and_resumed(tmp_path, save_at, save_at + 2, **validation, **limit)
+    whole, _, second = interrupted_and_resumed(tmp_path, save_at, save_at + 2, **validation, **limit)
     assert second.batches == whole.batches[save_at:]
     assert second.validations == [step for step in whole.validations if step > save_at]
     assert differences(whole.final, second.final) == []
@@ -77,7 +77,7 @@ def test_stateful_loader_resumes_exactly_anywhere(
 @pytest.mark.parametrize("validate", [False, True], ids=["no validation", "validation"])
 @pytest.mark.parametrize("save_at", [10, 20])
 def test_plain_loader_resumes_exactly_at_epoch_ends(tmp_path: Path, save_at: int, validate: bool) -> None:
-    whole, first, second = interrupted_and_resumed(
+    whole, _, second = interrupted_and_resumed(
         tmp_path, save_at, save_at + 2, train=partial(loader, "plain"), validate=validate
     )
     assert second.batches == whole.batches[save_at:]
@@ -280,10 +280,11 @@ def test_limit_reduce_lr_on_plateau_skips_a_step(tmp_path: Path, caught: Any) ->
 def test_every_save_point_of_a_long_run_resumes_exactly(tmp_path: Path) -> None:
     """One run saves everywhere it may; resuming from each of its checkpoints ends the same."""
     options: dict[str, Any] = {"validate": True, "val_check_interval": 4, "max_epochs": 2}
-    whole = fit(tmp_path, CheckpointPolicy(tmp_path / "all", EveryNTrainSteps(1) | AfterValidation(), KeepAll()), **options)
+    whole = fit(
+        tmp_path, CheckpointPolicy(tmp_path / "all", EveryNTrainSteps(1) | AfterValidation(), KeepAll()), **options
+    )
     for record in CheckpointPolicy(tmp_path / "all").store.records():
         if record.step < 20:
             path = str(tmp_path / "all" / record.path)
             again = fit(tmp_path, CheckpointPolicy(tmp_path / "x", AtSteps([99])), ckpt_path=path, seed=7, **options)
             assert_exact(whole, again, record.step)
-

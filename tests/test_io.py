@@ -46,7 +46,9 @@ def names(folder: Path) -> list[str]:
 
 
 def test_under_model_checkpoint(tmp_path: Path) -> None:
-    stock = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=4, save_top_k=2, monitor="train_loss", save_last=True)
+    stock = ModelCheckpoint(
+        tmp_path / "ckpt", every_n_train_steps=4, save_top_k=2, monitor="train_loss", save_last=True
+    )
     fit(tmp_path, None, callbacks=[stock], enable_checkpointing=True, plugins=[AsyncCheckpointIO()])
     assert set(names(tmp_path / "ckpt")) == {*(Path(p).name for p in stock.best_k_models), "last.ckpt"}
     observer = fit(
@@ -160,8 +162,8 @@ def test_a_write_that_hangs_is_given_up(tmp_path: Path, act: list[Callable[[int,
     io = AsyncCheckpointIO(save_timeout=0.2)
     io.save_checkpoint({"a": 1}, tmp_path / "a.ckpt")
     with (
-        pytest.warns(UserWarning, match="save_timeout=0.2"),
-        pytest.raises(CheckpointSaveError, match="save_timeout=0.2"),
+        pytest.warns(UserWarning, match=r"save_timeout=0\.2"),
+        pytest.raises(CheckpointSaveError, match=r"save_timeout=0\.2"),
     ):
         io.teardown()
     gate.set()

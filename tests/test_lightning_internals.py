@@ -36,7 +36,9 @@ def test_the_loop_tells_where_a_batch_stands(tmp_path: Path) -> None:
     seen: list[tuple[int, bool, bool, bool]] = []
 
     class Look(Callback):
-        def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             if trainer.current_epoch == 0:
                 seen.append(
                     (
@@ -48,9 +50,9 @@ def test_the_loop_tells_where_a_batch_stands(tmp_path: Path) -> None:
                 )
 
     fit(tmp_path, None, callbacks=[Look()], accumulate_grad_batches=3, validate=True, val_check_interval=5)
-    assert seen == [
-        (index, index not in (2, 5, 8, 9), index in (4, 9), index == 9) for index in range(10)
-    ], CHANGED + "_should_accumulate, _should_check_val_fx or _num_ready_batches_reached"
+    assert seen == [(index, index not in (2, 5, 8, 9), index in (4, 9), index == 9) for index in range(10)], (
+        CHANGED + "_should_accumulate, _should_check_val_fx or _num_ready_batches_reached"
+    )
 
 
 def test_a_dumped_checkpoint_holds_the_batch_progress(tmp_path: Path) -> None:
@@ -76,7 +78,11 @@ def test_train_loaders_and_the_early_stop_rule(tmp_path: Path) -> None:
     class Look(Callback):
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             seen.append(
-                (len(_lightning.train_loaders(trainer)), _lightning.may_stop(trainer, False), _lightning.may_stop(trainer, True))
+                (
+                    len(_lightning.train_loaders(trainer)),
+                    _lightning.may_stop(trainer, False),
+                    _lightning.may_stop(trainer, True),
+                )
             )
 
     fit(tmp_path, None, callbacks=[Look()], max_epochs=2, min_epochs=2, limit_train_batches=1)

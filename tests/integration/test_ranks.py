@@ -38,9 +38,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         ("EveryNEpochs(1)", "plain"),
     ],
 )
-def test_save_and_resume_exactly(
-    tmp_path: Path, undisturbed: Callable[[str], Path], trigger: str, loader: str
-) -> None:
+def test_save_and_resume_exactly(tmp_path: Path, undisturbed: Callable[[str], Path], trigger: str, loader: str) -> None:
     options = (*TWO, "--trigger", trigger, "--loader", loader)
     run(tmp_path, *options, "--crash-at", "17", "--crash-how", "kill", expect=None)
     killed_at = CheckpointStore(str(tmp_path / "ckpt")).latest()
