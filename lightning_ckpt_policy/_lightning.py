@@ -7,9 +7,11 @@ Lightning 2.5 to 2.6.6 have them all. A name that a later version takes away or 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
@@ -31,6 +33,22 @@ def intercept_ckpt_path(select: Callable[..., tuple[bool, Any]]) -> None:
 
     parse._ckpt_policy_wrap = True  # type: ignore[attr-defined]
     _CheckpointConnector._parse_ckpt_path = parse  # type: ignore[method-assign]
+
+
+# Lightning 2.5 always unpickled everything; later versions leave it to torch.load
+_TAKES_WEIGHTS_ONLY = "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
+
+
+def default_weights_only() -> bool | None:
+    """What ``weights_only=None`` means to the installed Lightning."""
+    return None if _TAKES_WEIGHTS_ONLY else False
+
+
+def load_plain(path: str, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
+    """Load as stock Lightning does."""
+    options = {"weights_only": weights_only} if _TAKES_WEIGHTS_ONLY else {}
+    loaded: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, **options)
+    return loaded
 
 
 def callbacks(trainer: Any) -> list[Callback]:

@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io import CheckpointIO
 
+from lightning_ckpt_policy import _lightning
 from lightning_ckpt_policy.backends import make_backend
 from lightning_ckpt_policy.errors import CheckpointSaveError
 from lightning_ckpt_policy.ledger import Ledger
@@ -133,6 +134,8 @@ class AsyncCheckpointIO(CheckpointIO):
         """
         self.writer.drain()
         source = str(path)
+        if weights_only is None:
+            weights_only = _lightning.default_weights_only()
         for opener in self.openers:
             opened = opener(source)
             if opened is not None:
@@ -140,8 +143,7 @@ class AsyncCheckpointIO(CheckpointIO):
                     loaded: dict[str, Any] = torch.load(opened, map_location=map_location, weights_only=weights_only)
                 return loaded
         if source.startswith(("http://", "https://")) or not self._storage_options:
-            plain: dict[str, Any] = TorchCheckpointIO().load_checkpoint(source, map_location, weights_only)
-            return plain
+            return _lightning.load_plain(source, map_location, weights_only)
         folder, name = _split(source)
         with make_backend(folder, self._storage_options).open(name) as file:
             remote: dict[str, Any] = torch.load(file, map_location=map_location, weights_only=weights_only)
