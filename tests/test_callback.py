@@ -519,7 +519,7 @@ def test_last_with_nothing_saved_starts_afresh(tmp_path: Path, caplog: pytest.Lo
     assert "starts afresh" in caplog.text
 
 
-def test_case_23_debris_and_foreign_files_are_neither_chosen_nor_touched(tmp_path: Path) -> None:
+def test_case_23_debris_and_foreign_files_are_neither_chosen_nor_touched(tmp_path: Path, drained: None) -> None:
     folder = tmp_path / "ckpt"
     folder.mkdir()
     debris = {"step-0000000099.ckpt": b"", "x.tmp": b"123", "last_backup.ckpt": b"456", "epoch=3.ckpt": b"7"}
@@ -630,7 +630,7 @@ def test_validate_takes_last_and_best(tmp_path: Path, drained: None) -> None:
         assert differences(model.state_dict(), torch.load(path)["state_dict"]) == []
 
 
-def test_a_checkpoint_of_stock_lightning_is_resumed_from(tmp_path: Path) -> None:
+def test_a_checkpoint_of_stock_lightning_is_resumed_from(tmp_path: Path, drained: None) -> None:
     stock = ModelCheckpoint(tmp_path / "stock", every_n_train_steps=4, save_top_k=-1, filename="{step}")
     fit(tmp_path, None, callbacks=[stock], enable_checkpointing=True, max_steps=8)
     observer = fit(

@@ -85,7 +85,6 @@ def paste(text: str) -> object:
         (KeepBest(1, "loss"), history(0, -INF, INF), {2}),
         (KeepBest(1, "loss", "max"), history(0, -INF, INF), {3}),
         (KeepBest(2, "loss"), history(INF, INF, 5), {1, 3}),
-        (KeepBest(1, "loss"), history(10**400, INF), {1}),
         (KeepBest(1, "other"), history(1, 2), set()),
         (KeepBest(10**18, "loss"), history(2, 1), {1, 2}),
         (KeepSteps([10, 20]), [record(1, step=9), record(2, step=10), record(3, step=21)], {2}),
