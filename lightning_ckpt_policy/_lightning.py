@@ -128,6 +128,8 @@ def mark_batch_completed(checkpoint: dict[str, Any]) -> None:
     Lightning counts it only after ``on_train_batch_end``. At an epoch's last batch a stateful loader is then restored
     at its end while the epoch counts as unfinished, and a whole epoch is skipped.
     """
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    for counts in (progress["total"], progress["current"]):
+    loop = checkpoint["loops"]["fit_loop"]
+    for counts in (loop["epoch_loop.batch_progress"]["total"], loop["epoch_loop.batch_progress"]["current"]):
         counts["completed"] = counts["processed"]
+    # the step that loggers see; a resume adds the current batch to it only while that counts as uncompleted
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1

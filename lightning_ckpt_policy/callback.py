@@ -58,6 +58,7 @@ class CheckpointPolicy(Checkpoint):
         storage_options: Credentials and endpoints, as ``fsspec.open`` takes them; never written anywhere.
         max_consecutive_failures: So many failed saves in a row end the fit with an error.
         save_timeout: Seconds a save may take in the background before it counts as failed.
+        verify: ``"on_resume"`` compares a checkpoint's checksum while it is loaded, ``"never"`` its size alone.
 
     Raises:
         TypeError, ValueError: At construction, naming the argument, its value and what to write instead.
@@ -84,8 +85,11 @@ class CheckpointPolicy(Checkpoint):
         storage_options: dict[str, Any] | None = None,
         max_consecutive_failures: int = 3,
         save_timeout: float = DEFAULT_SAVE_TIMEOUT,
+        verify: Literal["on_resume", "never"] = "on_resume",
     ) -> None:
         super().__init__()
+        if verify not in ("on_resume", "never"):
+            raise ValueError(f"verify={verify!r} must be 'on_resume' or 'never'")
         _check_filename(filename)
         if isinstance(max_consecutive_failures, bool) or not (
             isinstance(max_consecutive_failures, int) and max_consecutive_failures >= 1
@@ -101,6 +105,7 @@ class CheckpointPolicy(Checkpoint):
         self.save_on_train_end = save_on_train_end
         self.max_consecutive_failures = max_consecutive_failures
         self.save_timeout = save_timeout
+        self.verify = verify
         self.history: list[SaveOutcome] = []
         self._storage_options = storage_options
         self._own_io = AsyncCheckpointIO(storage_options, save_timeout=save_timeout)
@@ -297,6 +302,7 @@ class CheckpointPolicy(Checkpoint):
         if name is None:
             return None
         opened: list[BinaryIO] = []
+        open_record = store.open_verified if self.verify == "on_resume" else store.open
 
         def choose() -> CheckpointRecord | None:
             records = store.records()
@@ -307,7 +313,7 @@ class CheckpointPolicy(Checkpoint):
             older = [r for r in _lineage(records) if r.sequence < record.sequence] if fall_back else []
             for candidate, following in zip([record, *older], [*older, None], strict=True):
                 try:
-                    opened.append(store.open_verified(candidate))
+                    opened.append(open_record(candidate))
                     return candidate
                 except (DamagedCheckpointError, FileNotFoundError) as error:
                     if following is None:
@@ -320,7 +326,7 @@ class CheckpointPolicy(Checkpoint):
         if record is None:
             return None
         self._resumed = record
-        return opened[0] if opened else store.open_verified(record)
+        return opened[0] if opened else open_record(record)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep what this package stored in the checkpoint."""

@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from lightning_ckpt_policy.checksum import checksum_of
+
 SCHEMA_VERSION = 1
 RECORD_SUFFIX = ".json"
 PENDING_SUFFIX = ".pending"
+CHECKSUM_FIELD = "record_checksum"
 MAX_RECORD_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,239}")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -103,11 +106,12 @@ class CheckpointRecord:
             values[f.name] = getattr(self, f.name)
         values["reason"] = list(self.reason)
         values["metrics"] = {k: v if math.isfinite(v) else str(v) for k, v in self.metrics.items()}
+        values[CHECKSUM_FIELD] = _own_checksum(values)
         return (json.dumps(values, indent=1, allow_nan=False) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> CheckpointRecord:
-        """Read a record; unknown fields are ignored.
+        """Read a record; unknown fields are ignored. A record with a flipped bit is recognised by its own checksum.
 
         Raises:
             RecordError: ``data`` isn't a record: the message names the field, its value and what was expected.
@@ -125,6 +129,10 @@ class CheckpointRecord:
             raise RecordError(
                 f"schema_version={version!r}, this version reads 1 to {SCHEMA_VERSION}; upgrade lightning-ckpt-policy"
             )
+        if CHECKSUM_FIELD in values:
+            expected = values.pop(CHECKSUM_FIELD)
+            if expected != _own_checksum(values):
+                raise RecordError(f"{CHECKSUM_FIELD}={expected!r} doesn't fit the other fields: the record is damaged")
         known = {f.name for f in fields(cls)}
         kept = {k: v for k, v in values.items() if k in known}
         if isinstance(kept.get("reason"), list):
@@ -137,6 +145,15 @@ class CheckpointRecord:
             return cls(**kept)
         except TypeError as error:
             raise RecordError(f"a field is missing: {error}") from error
+
+
+def _own_checksum(values: Mapping[str, Any]) -> str:
+    """The checksum of a record's other fields, whatever their order and spacing in the file."""
+    try:
+        canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"a value can't be read: {error}") from error
+    return checksum_of([canonical.encode()])
 
 
 def _is_int(value: object) -> bool:

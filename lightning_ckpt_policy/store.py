@@ -293,6 +293,14 @@ class CheckpointStore:
         held.seek(0)
         return held
 
+    def open(self, record: CheckpointRecord) -> BinaryIO:
+        """The payload as a file, not verified.
+
+        Raises:
+            FileNotFoundError: It is missing.
+        """
+        return self.backend.open(record.path)
+
     # Changing
 
     def check(self) -> None:

@@ -738,6 +738,7 @@ def test_a_save_of_the_user_stays_synchronous_and_equal(tmp_path: Path) -> None:
         ({"max_consecutive_failures": 0}, ValueError, "max_consecutive_failures=0"),
         ({"max_consecutive_failures": True}, ValueError, "max_consecutive_failures=True"),
         ({"save_timeout": 0}, ValueError, "save_timeout=0"),
+        ({"verify": "always"}, ValueError, "verify='always'"),
         ({"save_timeout": float("nan")}, ValueError, "save_timeout=nan"),
     ],
 )

@@ -13,6 +13,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -192,6 +193,31 @@ def test_a_crash_during_validation(tmp_path: Path) -> None:
     second = fit(tmp_path, policy(), validate=True, model=Breaks, ckpt_path="last", seed=99)
     assert second.batches[0][0] == 18
     assert_exact(whole, second, 18)
+
+
+@pytest.mark.parametrize("validation", [{}, {"validate": True}, {"validate": True, "val_check_interval": 5}])
+@pytest.mark.parametrize("save_at", [3, 5, 10, 13, 15, 20])
+def test_logged_steps_and_values_go_on(tmp_path: Path, save_at: int, validation: dict[str, Any]) -> None:
+    class Log(DummyLogger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows: list[tuple[int, dict[str, float]]] = []
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:  # type: ignore[override]
+            self.rows.append((step or 0, dict(metrics)))
+
+    def policy() -> CheckpointPolicy:
+        return CheckpointPolicy(tmp_path / "ckpt", AtSteps([save_at]), KeepAll(), save_on_train_end=False)
+
+    logs = [Log(), Log(), Log()]
+    common: dict[str, Any] = {"log_every_n_steps": 1, **validation}
+    fit(tmp_path, None, logger=logs[0], **common)
+    fit(tmp_path, policy(), logger=logs[1], crash_at=save_at + 2, **common)
+    fit(tmp_path, policy(), logger=logs[2], ckpt_path="last", seed=99, **common)
+    assert logs[2].rows
+    assert logs[2].rows == logs[0].rows[-len(logs[2].rows) :]
+    trained = [step for step, metrics in logs[2].rows if "train_loss" in metrics]
+    assert trained == list(range(save_at, 30))
 
 
 # What Lightning itself can't resume exactly. Each asserts the limit, so that a version that lifts it is noticed.
