@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -704,9 +705,9 @@ def test_many_records_are_read_once(local: CheckpointStore, monkeypatch: pytest.
     folder = Path(local.url)
     for number in range(2, 3002):
         name = f"step-{number:010d}.ckpt"
-        values = json.loads(record.to_json()) | {"path": name, "sequence": number, "step": number}
+        another = dataclasses.replace(record, path=name, sequence=number, step=number)
         (folder / name).touch()
-        (folder / f"{name}.json").write_text(json.dumps(values))
+        (folder / f"{name}.json").write_bytes(another.to_json())
     assert len(local.records()) == 3001
     reads: list[str] = []
     monkeypatch.setattr(local.backend, "read_many", lambda names: reads.extend(names) or {})
