@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -130,6 +130,8 @@ class CheckpointPolicy(Checkpoint):
         self._stepped = True
         self._logged: Mapping[str, Any] = {}
         self._capturing: tuple[Progress, str] | None = None
+        self._held: Progress | None = None
+        self._may_stop_late = False
         # what went wrong so far
         self._failures = 0
         self._last_error: BaseException | None = None
@@ -368,6 +370,8 @@ class CheckpointPolicy(Checkpoint):
         self._failures = 0
         self._last_error = None
         self._superseded = False
+        self._held = None
+        self._may_stop_late = any(isinstance(callback, EarlyStopping) for callback in _lightning.callbacks(trainer))
         store = self.store
         self._deleted_before = self.deleted
         self._ledger = None
@@ -438,11 +442,11 @@ class CheckpointPolicy(Checkpoint):
         )
         reasons = self.trigger.due(now, self._since)
         ending = self.save_on_train_end and _is_ending(trainer, now, epoch_ends)
-        if not (reasons or ending or (trainer.world_size > 1 and self.trigger.timed)):
+        if not (reasons or ending or (epoch_ends and self._may_stop_late) or self._exchanges_always(trainer)):
             return
         if self._gradients_pending(trainer, pl_module) or _lightning.validation_is_due(trainer):
             return
-        self._consider(trainer, now, EPOCH_END if epoch_ends else BATCH_END, reasons, ending)
+        self._consider(trainer, now, EPOCH_END if epoch_ends else BATCH_END, reasons, ending, epoch_ends)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember which metrics are older than this validation."""
@@ -481,25 +485,34 @@ class CheckpointPolicy(Checkpoint):
             return
         reasons = self.trigger.due(now, self._since)
         ending = self.save_on_train_end and _is_ending(trainer, now, epoch_ends)
-        self._consider(trainer, now, VALIDATION_END, reasons, ending)
+        self._consider(trainer, now, VALIDATION_END, reasons, ending, epoch_ends)
 
     def _gradients_pending(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         # in manual optimization nobody but the module knows its windows: the end of one is a batch that stepped
         return _lightning.gradients_pending(trainer) if pl_module.automatic_optimization else not self._stepped
 
-    def _consider(self, trainer: Trainer, now: Progress, point: str, reasons: tuple[str, ...], ending: bool) -> None:
+    def _exchanges_always(self, trainer: Trainer) -> bool:
+        # clocks are rank 0's alone, so no other rank knows when a timed trigger is due
+        return trainer.world_size > 1 and self.trigger.timed
+
+    def _consider(
+        self, trainer: Trainer, now: Progress, point: str, reasons: tuple[str, ...], ending: bool, epoch_ends: bool
+    ) -> None:
         """Save, unless this step's state was captured already or another save is on its way."""
+        hold = False
         if now.step == self._since.step:
             reasons = ()
         elif ending and not reasons:
             reasons = (TRAIN_END,)
+        elif epoch_ends and self._may_stop_late and self.save_on_train_end and not reasons:
+            # EarlyStopping decides after the last save point: only then it is known whether this state is the last
+            reasons, hold = (TRAIN_END,), True
         if trainer.world_size > 1 and (reasons or self.trigger.timed):
-            # clocks and the state of the writer are rank 0's alone
             reasons = _on_rank_zero(trainer, lambda: self._settle(trainer, reasons, ending))
         elif reasons:
             reasons = self._settle(trainer, reasons, ending)
         if reasons:
-            self._save(trainer, now, point, reasons)
+            self._save(trainer, now, point, reasons, hold)
 
     def _settle(self, trainer: Trainer, reasons: tuple[str, ...], ending: bool) -> tuple[str, ...]:
         if not reasons or self._superseded:
@@ -511,7 +524,7 @@ class CheckpointPolicy(Checkpoint):
         self._raise_after_failures()
         return reasons
 
-    def _save(self, trainer: Trainer, now: Progress, point: str, reasons: tuple[str, ...]) -> None:
+    def _save(self, trainer: Trainer, now: Progress, point: str, reasons: tuple[str, ...], hold: bool) -> None:
         started = time.perf_counter()
         attempt = self._attempt
         assert attempt is not None
@@ -530,13 +543,25 @@ class CheckpointPolicy(Checkpoint):
                 "world_size": trainer.world_size,
                 "weights_only": self.save_weights_only,
             }
-            request = SaveRequest(self._ledger, draft, started)
+            request = SaveRequest(self._ledger, draft, started, hold)
         self._capturing = (now, point)
         try:
             trainer.save_checkpoint(self.store.url, self.save_weights_only, storage_options=request)
         finally:
             self._capturing = None
-        self._since = now
+        if hold:
+            self._held = now
+        else:
+            self._since = now
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget a state that was kept back in case the fit ended with the last epoch."""
+        self._release_held()
+
+    def _release_held(self) -> None:
+        self._held = None
+        if self._ledger is not None:
+            self._ledger.release_held()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the random state of all ranks and the progress to a checkpoint, also to one that the user saves."""
@@ -571,6 +596,11 @@ class CheckpointPolicy(Checkpoint):
         """
         if not self._active:
             return
+        if self._held is not None and self._held.step == trainer.global_step:
+            self._since = self._held
+            if self._ledger is not None:
+                self._ledger.submit_held(self.save_timeout)
+        self._release_held()
         if self.save_on_train_end and self._since.step < trainer.global_step:
             self._warn_once(
                 f"the fit was stopped after its last save point: the steps from {self._since.step + 1} to "
@@ -605,6 +635,7 @@ class CheckpointPolicy(Checkpoint):
             return
         self._active = False
         self._capturing = None
+        self._release_held()
         if self._ledger is None:
             return
         if not self._io.writer.drain(self.save_timeout + GRACE, saves_only=True):

@@ -37,6 +37,7 @@ class SaveRequest:
     ledger: Ledger
     draft: Mapping[str, Any]
     started: float
+    hold: bool = False  # keep it back until it is known whether it is the last one
 
 
 class AsyncCheckpointIO(CheckpointIO):
@@ -91,7 +92,10 @@ class AsyncCheckpointIO(CheckpointIO):
             image = take_snapshot(checkpoint)
             held = time.perf_counter() - storage_options.started
             draft = {**storage_options.draft, "held_seconds": held}
-            storage_options.ledger.submit(image, draft, self.save_timeout)
+            if storage_options.hold:
+                storage_options.ledger.hold(image, draft)
+            else:
+                storage_options.ledger.submit(image, draft, self.save_timeout)
             return
         target, options = str(path), {**(self._storage_options or {}), **(storage_options or {})}
         if self.managed:

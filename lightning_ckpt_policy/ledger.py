@@ -88,6 +88,7 @@ class Ledger:
         self._records = sorted(records, key=lambda record: record.sequence)
         self._protect = protect
         self._deleting: set[str] = set()
+        self._held: tuple[Image, Mapping[str, Any]] | None = None
         self._lock = threading.Lock()
 
     @property
@@ -132,6 +133,20 @@ class Ledger:
             self.events.append(SaveOutcome(draft["step"], None, error, held))
 
         self.writer.submit(run, timeout=timeout, on_timeout=give_up)
+
+    def hold(self, image: Image, draft: Mapping[str, Any]) -> None:
+        """Keep a captured state back, until it is known whether it is the last one of a fit."""
+        self._held = (image, draft)
+
+    def submit_held(self, timeout: float | None) -> None:
+        """Save what was kept back."""
+        if self._held is not None:
+            (image, draft), self._held = self._held, None
+            self.submit(image, draft, timeout)
+
+    def release_held(self) -> None:
+        """Forget what was kept back."""
+        self._held = None
 
     def prune(self) -> None:
         """Queue the deletes that retention allows now."""

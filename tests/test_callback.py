@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -233,10 +234,26 @@ def test_a_stop_asked_for_in_the_middle_of_an_epoch_is_saved(tmp_path: Path, dra
     assert steps(tmp_path) == [7]
 
 
-def test_a_stop_after_the_last_point_is_warned_about(tmp_path: Path, drained: None) -> None:
-    stop = EarlyStopping("train_loss", patience=1, check_on_train_epoch_end=True, stopping_threshold=1e9)
+@pytest.mark.parametrize("validate", [False, True])
+def test_what_early_stopping_ends_after_the_last_point_is_saved(tmp_path: Path, drained: None, validate: bool) -> None:
+    stop = EarlyStopping("train_loss", patience=2, min_delta=1e9, check_on_train_epoch_end=True)
+    last = policy(tmp_path, AtSteps([4]), save_on_train_end=True)
+    whole = fit(tmp_path, None, callbacks=[copy.deepcopy(stop)], validate=validate, max_epochs=9)
+    observer = fit(tmp_path, last, callbacks=[stop], validate=validate, max_epochs=9)
+    assert observer.final["step"] == 30
+    assert [(record.step, record.reason) for record in records(tmp_path)][1:] == [(30, ("train_end",))]
+    assert differences(whole.final, observer.final) == []
+    assert differences(observer.final["weights"], torch.load(last.last_model_path)["state_dict"]) == []
+    assert last.history[-1].record == records(tmp_path)[-1]
+
+
+def test_a_stop_after_the_last_point_that_nobody_announced_is_warned_about(tmp_path: Path) -> None:
+    class Stop(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, *args: Any) -> None:
+            trainer.should_stop = True
+
     with pytest.warns(UserWarning, match=r"steps from 5 to 10 are in no checkpoint.*EveryNEpochs"):
-        fit(tmp_path, policy(tmp_path, AtSteps([4]), save_on_train_end=True), callbacks=[stop])
+        fit(tmp_path, policy(tmp_path, AtSteps([4]), save_on_train_end=True), callbacks=[Stop()])
 
 
 def test_a_trigger_that_is_due_while_a_save_is_on_its_way_stays_due(tmp_path: Path, writes: Faults) -> None:
