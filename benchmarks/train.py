@@ -207,6 +207,10 @@ class ProgressBar(TQDMProgressBar):
 class TrainCLI(LightningCLI):
     """``fit`` that says at its end what was saved."""
 
+    def before_instantiate_classes(self) -> None:
+        if not self.config[self.subcommand].trainer.get("enable_progress_bar", True):
+            self.trainer_defaults = {}
+
     def before_fit(self) -> None:
         self.began = time.monotonic()
 

@@ -7,6 +7,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -111,7 +112,7 @@ class CheckpointPolicy(Checkpoint):
         self._own_io = AsyncCheckpointIO(storage_options, save_timeout=save_timeout)
 
         self._store: CheckpointStore | None = None
-        self._trainer: Callable[[], Trainer | None] = lambda: None
+        self._trainer: Callable[[], Trainer | None] = _nothing
         self._io = self._own_io
         # which checkpoint this fit starts from
         self._selected: str | None = None
@@ -138,6 +139,23 @@ class CheckpointPolicy(Checkpoint):
         self._superseded = False
         self._delete_failures = 0
         self._warned: set[str] = set()
+        _lightning.intercept_ckpt_path(_answer_ckpt_path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy, also in another process (a spawning launcher), has no fit on its way
+        return {
+            **self.__dict__,
+            "_trainer": _nothing,
+            "_release_loaders": _nothing,
+            "_ledger": None,
+            "_deleted_before": self.deleted,
+            "_active": False,
+            "history": [replace(outcome, error=None) for outcome in self.history],
+            "_last_error": None,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
         _lightning.intercept_ckpt_path(_answer_ckpt_path)
 
     # what users and loggers read

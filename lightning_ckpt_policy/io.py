@@ -80,6 +80,10 @@ class AsyncCheckpointIO(CheckpointIO):
         self._failed: tuple[str, BaseException] | None = None
         self._unreported: list[str] = []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a copy in another process (a spawning launcher) or a deep copy has nothing in flight
+        return _make, (type(self), self._storage_options, self.save_timeout)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Copy ``checkpoint`` to host memory and queue its write.
 
@@ -170,7 +174,6 @@ class AsyncCheckpointIO(CheckpointIO):
                 self._warn(f"{target!r} could not be removed: {type(error).__name__}: {error}")
 
         if self.managed:
-            self.writer.drain()
             TorchCheckpointIO().remove_checkpoint(target)
         else:
             self.writer.submit(run)
@@ -206,6 +209,10 @@ class AsyncCheckpointIO(CheckpointIO):
             messages, self._unreported = self._unreported, []
         for message in messages:
             warnings.warn(f"Checkpoint {message}", stacklevel=3)
+
+
+def _make(kind: type[AsyncCheckpointIO], options: dict[str, Any] | None, save_timeout: float) -> AsyncCheckpointIO:
+    return kind(options, save_timeout=save_timeout)
 
 
 def _write_file(image: Image, path: str, storage_options: Mapping[str, Any]) -> None:

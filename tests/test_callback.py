@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import threading
 import time
 import warnings
@@ -708,6 +709,20 @@ def test_two_policies_in_one_trainer(tmp_path: Path, drained: None) -> None:
     assert [record.step for record in first] == [15]
     assert [record.step for record in second] == [12, 16]
     assert len({record.run_id for record in second}) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda used: pickle.loads(pickle.dumps(used))])
+def test_a_policy_can_be_copied_and_pickled(tmp_path: Path, drained: None, copied: Any) -> None:
+    used = policy(tmp_path, EveryNTrainSteps(4), KeepLast(1))
+    again = copied(used)
+    assert again.trigger == used.trigger
+    fit(tmp_path, again, max_steps=8)
+    after = copied(again)
+    assert after.last_model_path == again.last_model_path
+    assert [record.step for record in after.deleted] == [4]
+    fit(tmp_path, after, ckpt_path="last", max_steps=12)
+    assert steps(tmp_path) == [12]
+    assert [outcome.step for outcome in again.history] == [4, 8]
 
 
 # the same training with and without
