@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -120,6 +121,61 @@ def start_samplers_at(trainer: Trainer, epoch: int) -> Callable[[], None]:
 
     strategy.process_dataloader = process_at_epoch
     return release
+
+
+def after_train_start(trainer: Trainer, function: Callable[[], None]) -> Callable[[], None]:
+    """Call ``function`` once all ``on_train_start`` hooks have run, the module's own and the strategy's included.
+
+    Returns:
+        A function that calls this off.
+    """
+    strategy: Any = trainer.strategy
+    original = strategy.on_train_start
+
+    def on_train_start() -> None:
+        release()
+        original()
+        function()
+
+    def release() -> None:
+        strategy.__dict__.pop("on_train_start", None)
+
+    strategy.on_train_start = on_train_start
+    return release
+
+
+def metrics_for_callbacks(trainer: Any, epoch_ends: bool) -> dict[str, torch.Tensor]:
+    """``trainer.callback_metrics``, and at an epoch's end the training metrics of that epoch.
+
+    Callbacks such as ``EarlyStopping`` read them in ``on_train_epoch_end``, which a resume from an epoch's last batch
+    runs again without the batches that logged them.
+    """
+    metrics = dict(trainer.callback_metrics)
+    if epoch_ends:
+        metrics.update(trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"])
+    return {name: value.detach().clone() for name, value in metrics.items() if isinstance(value, torch.Tensor)}
+
+
+def restore_metrics_for_callbacks(trainer: Any, metrics: dict[str, torch.Tensor]) -> None:
+    """Let ``trainer.callback_metrics`` hold what it held when a checkpoint was taken."""
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def loaders_are_exhausted(trainer: Any) -> bool:
+    """Whether the epoch that ends now has used up every train dataloader, so that their state is that of an end."""
+    for loader in train_loaders(trainer):
+        try:
+            if len(loader) != trainer.num_training_batches:
+                return False
+        except TypeError:  # no length: it ended by itself unless it was cut off
+            if trainer.limit_train_batches != 1.0:
+                return False
+    return True
+
+
+def drop_loader_states(checkpoint: dict[str, Any]) -> None:
+    """Take the train dataloaders' state out of a dumped checkpoint, so that the next epoch begins with fresh ones."""
+    checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
 
 
 def mark_batch_completed(checkpoint: dict[str, Any]) -> None:

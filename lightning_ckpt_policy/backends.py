@@ -474,6 +474,9 @@ def make_filesystem(url: str, storage_options: Mapping[str, Any] | None = None) 
         fix = f"pip install 'lightning-ckpt-policy[{extra}]'" if extra else f"what is missing: {error}"
         raise ImportError(f"dirpath={url!r}: the package for {protocol!r} isn't installed; {fix}") from error
     try:
+        if "://" not in url:  # fsspec would take a "::" in a local path for a chain of filesystems
+            fs = fsspec.filesystem("file", **options)  # type: ignore[no-untyped-call]
+            return fs, str(fs._strip_protocol(url))
         fs, path = fsspec.core.url_to_fs(url, **options)  # type: ignore[no-untyped-call]
     except (ValueError, TypeError) as error:
         text = redact(str(error), storage_options)

@@ -15,7 +15,13 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -25,7 +31,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_ckpt_policy import _lightning
 from lightning_ckpt_policy.errors import CheckpointError, CheckpointSaveError, DamagedCheckpointError, SupersededError
 from lightning_ckpt_policy.io import DEFAULT_SAVE_TIMEOUT, GRACE, AsyncCheckpointIO, SaveRequest
-from lightning_ckpt_policy.ledger import Ledger, SaveOutcome
+from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, Ledger, SaveOutcome
 from lightning_ckpt_policy.record import CheckpointRecord, is_safe_name
 from lightning_ckpt_policy.retention import KeepAll, KeepLast, Retention, as_retention, best
 from lightning_ckpt_policy.rng import collect_rng_state, restore_rng_state
@@ -38,6 +44,9 @@ BATCH_END: Literal["batch_end"] = "batch_end"
 VALIDATION_END: Literal["validation_end"] = "validation_end"
 EPOCH_END: Literal["epoch_end"] = "epoch_end"
 TRAIN_END = "train_end"
+# seconds for which ranks wait in one collective while rank 0 waits for the background
+_SLICE = 5.0
+_REASON_CHARACTERS = 300
 T = TypeVar("T")
 
 
@@ -98,7 +107,9 @@ class CheckpointPolicy(Checkpoint):
             raise ValueError(f"max_consecutive_failures={max_consecutive_failures!r} must be an integer of at least 1")
         if dirpath is not None and not isinstance(dirpath, (str, os.PathLike)):
             raise TypeError(f"dirpath={dirpath!r} must be a path or an fsspec URL, not {type(dirpath).__name__}")
-        self.dirpath = None if dirpath is None else os.fspath(dirpath)
+        if isinstance(dirpath, os.PathLike) or (isinstance(dirpath, str) and dirpath and "://" not in dirpath):
+            dirpath = os.path.abspath(os.path.expanduser(dirpath))  # a later chdir must not move it
+        self.dirpath = dirpath
         self.trigger = EveryNEpochs(1) if trigger is None else as_trigger(trigger)
         self.retention = KeepLast(2) if retention is None else as_retention(retention)
         self.filename = filename
@@ -120,6 +131,10 @@ class CheckpointPolicy(Checkpoint):
         self._loaded: dict[str, Any] | None = None
         self._resumed: CheckpointRecord | None = None
         self._release_loaders: Callable[[], None] = _nothing
+        self._release_rng: Callable[[], None] = _nothing
+        # manual optimization: the optimizers that stepped in this batch
+        self._steppers: set[int] = set()
+        self._hooks: list[Any] = []
         # the run that is on its way
         self._active = False
         self._ledger: Ledger | None = None
@@ -147,6 +162,8 @@ class CheckpointPolicy(Checkpoint):
             **self.__dict__,
             "_trainer": _nothing,
             "_release_loaders": _nothing,
+            "_release_rng": _nothing,
+            "_hooks": [],
             "_ledger": None,
             "_deleted_before": self.deleted,
             "_active": False,
@@ -181,7 +198,10 @@ class CheckpointPolicy(Checkpoint):
 
     @property
     def best_model_path(self) -> str:
-        """Path or URL of the best confirmed checkpoint by the first ``KeepBest``, ``""`` if there is none."""
+        """Path or URL of the best confirmed checkpoint by the first ``KeepBest``, ``""`` if there is none.
+
+        Without a ``KeepBest`` it is the newest, as with ``ModelCheckpoint``.
+        """
         record = self._best()
         return "" if record is None else self.store.path_of(record)
 
@@ -212,7 +232,7 @@ class CheckpointPolicy(Checkpoint):
 
     def _best(self) -> CheckpointRecord | None:
         if not self.retention.monitors:
-            return None
+            return self._newest()
         monitor, mode = self.retention.monitors[0]
         if self._ledger is not None:
             return best(self._ledger.records, monitor, mode)
@@ -283,8 +303,8 @@ class CheckpointPolicy(Checkpoint):
             current.openers.append(self._open)
         self._io = current
 
-    def _select(self, trainer: Trainer, fitting: bool) -> str | None:
-        """The path that ``ckpt_path="last"`` stands for, or ``None`` if nothing was saved yet."""
+    def _select(self, trainer: Trainer, fitting: bool) -> CheckpointRecord | None:
+        """The checkpoint that ``ckpt_path="last"`` stands for, or ``None`` if nothing was saved yet."""
         store = self._bind(trainer)
         records = store.records()
         if not records:
@@ -298,13 +318,12 @@ class CheckpointPolicy(Checkpoint):
         skipped: list[str] = []
         for record in candidates:
             if store.whole(record):
-                self._selected = store.path_of(record)
                 if skipped:
                     rank_zero_warn(
                         f"Damaged or missing in {store.url!r}: {', '.join(skipped)}. The checkpoint before, "
                         f"{record.path!r}, is loaded instead"
                     )
-                return self._selected
+                return record
             skipped.append(record.path)
         raise DamagedCheckpointError(
             f'ckpt_path="last": none of the {len(candidates)} checkpoints of the newest run in {store.url!r} is whole '
@@ -326,12 +345,12 @@ class CheckpointPolicy(Checkpoint):
 
         def choose() -> CheckpointRecord | None:
             records = store.records()
-            record = next((record for record in records if record.path == name), None)
-            if record is None:
-                return None
-            fall_back = path == self._selected
-            older = [r for r in _lineage(records) if r.sequence < record.sequence] if fall_back else []
-            for candidate, following in zip([record, *older], [*older, None], strict=True):
+            if path == self._selected:
+                # another process may have saved, or deleted what was selected, since then
+                candidates = [record for record in _lineage(records) if not record.damaged]
+            else:
+                candidates = [record for record in records if record.path == name]
+            for candidate, following in zip(candidates, [*candidates[1:], None], strict=True):
                 try:
                     opened.append(open_record(candidate))
                     return candidate
@@ -339,7 +358,7 @@ class CheckpointPolicy(Checkpoint):
                     if following is None:
                         raise
                     rank_zero_warn(f"{error}. The checkpoint before it, {following.path!r}, is loaded instead")
-                    store.mark_damaged(candidate)
+                    _mark_damaged(store, candidate)
             return None
 
         record = _on_rank_zero(trainer, choose)
@@ -363,8 +382,13 @@ class CheckpointPolicy(Checkpoint):
         if self._loaded and not _lightning.reloads_dataloaders(trainer):
             # Lightning makes the first iterator of a resumed fit before it tells the sampler which epoch it is
             self._release_loaders = _lightning.start_samplers_at(trainer, self._loaded["progress"]["epoch"])
-        if self._loaded and self._loaded["point"] == EPOCH_END and not self._loaded["stateful_loader"]:
+        if self._loaded and self._restores_early(self._loaded):
             self._restore_rng(trainer)
+
+    @staticmethod
+    def _restores_early(loaded: dict[str, Any]) -> bool:
+        # there the first iterator of the resumed fit is the next epoch's, and draws what it drew
+        return bool(loaded["point"] == EPOCH_END and not loaded["stateful_loader"])
 
     # the fit
 
@@ -395,8 +419,9 @@ class CheckpointPolicy(Checkpoint):
         self._ledger = None
 
         def begin() -> Attempt:
+            attempt = self._begin_attempt(store, same_process)
+            # from now on an older process of this run confirms nothing more
             records = _marked(store, store.records())
-            attempt = self._begin_attempt(store, records, same_process)
             swept = store.sweep(attempt.run_id, attempt.number)
             if swept:
                 rank_zero_info(f"Removed what an interrupted save left in {store.url!r}: {', '.join(swept)}")
@@ -414,17 +439,27 @@ class CheckpointPolicy(Checkpoint):
         self._attempt = _on_rank_zero(trainer, begin)
         self._active = True
         self._warn_about_limits(trainer, pl_module)
-        if self._loaded and not (self._loaded["point"] == EPOCH_END and not self._loaded["stateful_loader"]):
-            self._restore_rng(trainer)
+        self._watch_optimizers(trainer, pl_module)
+        if not self._loaded:
+            return
+        if "callback_metrics" in self._loaded:
+            _lightning.restore_metrics_for_callbacks(trainer, self._loaded["callback_metrics"])
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in _lightning.callbacks(trainer)):
+            # it sets this where an epoch begins, which a resume in the middle of one doesn't repeat
+            trainer.accumulate_grad_batches = self._loaded["accumulate_grad_batches"]
+        if not self._restores_early(self._loaded):
+            self._release_rng = _lightning.after_train_start(trainer, lambda: self._restore_rng(trainer))
 
-    def _begin_attempt(self, store: CheckpointStore, records: list[CheckpointRecord], same_process: bool) -> Attempt:
+    def _begin_attempt(self, store: CheckpointStore, same_process: bool) -> Attempt:
+        records = store.records()
+        newest = next((record for record in _lineage(records) if not record.damaged), None)
         if self._resumed is not None:
-            newest = next((record for record in _lineage(records) if not record.damaged), None)
-            if newest is not None and newest.path == self._resumed.path:
+            # a requeued job goes on with the run, even if the process before it has saved since "last" was looked up
+            last = self._asked_for_last and newest is not None and newest.run_id == self._resumed.run_id
+            if newest is not None and (last or newest.path == self._resumed.path):
                 return store.start_attempt(newest.run_id, newest.parent)
             return store.start_attempt(_new_run_id(), self._resumed.run_id)
         if self._loaded is not None:
-            newest = next((record for record in _lineage(records) if not record.damaged), None)
             runs = self._loaded.get("runs", [])
             if newest is not None and newest.run_id in runs and newest.step <= self._loaded["progress"]["step"]:
                 # another policy's checkpoint of the same training: this folder's run goes on too
@@ -440,6 +475,27 @@ class CheckpointPolicy(Checkpoint):
                 return store.start_attempt(latest.run_id, latest.parent)
         return store.start_attempt(_new_run_id(), None)
 
+    def _watch_optimizers(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """In manual optimization, note which optimizers step in a batch."""
+        self._steppers.clear()
+        if not pl_module.automatic_optimization:
+            for optimizer in trainer.optimizers:
+                self._hooks.append(
+                    optimizer.register_step_post_hook(lambda stepped, *_: self._steppers.add(id(stepped)))
+                )
+
+    def _release(self) -> None:
+        """Take back everything that was put into Lightning and torch for the length of a fit."""
+        self._release_loaders()
+        self._release_rng()
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._release_held()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin to note which optimizers step in this batch."""
+        self._steppers.clear()
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -449,6 +505,12 @@ class CheckpointPolicy(Checkpoint):
         step = trainer.global_step
         self._stepped = step != self._last_step
         self._last_step = step
+        if self._steppers and not self._stepped:
+            self._warn_once(
+                f"{type(pl_module).__name__} steps its optimizers with self.optimizers(use_pl_optimizer=False): "
+                "Lightning doesn't count such steps, so this policy can't tell one state from another and saves "
+                "nothing. Use self.optimizers()"
+            )
         if self._ledger is not None and self._ledger.events:
             self._report(trainer)
         epoch_ends = _lightning.is_last_batch(trainer)
@@ -525,25 +587,44 @@ class CheckpointPolicy(Checkpoint):
         elif epoch_ends and self._may_stop_late and self.save_on_train_end and not reasons:
             # EarlyStopping decides after the last save point: only then it is known whether this state is the last
             reasons, hold = (TRAIN_END,), True
+        if reasons and ending:
+            self._drain(trainer, self.save_timeout + GRACE, saves_only=True)
         if trainer.world_size > 1 and (reasons or self.trigger.timed):
-            reasons = _on_rank_zero(trainer, lambda: self._settle(trainer, reasons, ending))
+            reasons = _on_rank_zero(trainer, lambda: self._settle(reasons))
         elif reasons:
-            reasons = self._settle(trainer, reasons, ending)
+            reasons = self._settle(reasons)
         if reasons:
             self._save(trainer, now, point, reasons, hold)
 
-    def _settle(self, trainer: Trainer, reasons: tuple[str, ...], ending: bool) -> tuple[str, ...]:
-        if not reasons or self._superseded:
-            return ()
-        if ending:
-            self._io.writer.drain(self.save_timeout + GRACE, saves_only=True)
-        elif self._io.writer.saving:
+    def _settle(self, reasons: tuple[str, ...]) -> tuple[str, ...]:
+        if not reasons or self._superseded or self._io.writer.saving:
             return ()
         self._raise_after_failures()
         return reasons
 
+    def _drain(self, trainer: Trainer, timeout: float, *, saves_only: bool) -> bool:
+        """Wait for the background, on every rank; none stays in one collective for longer than a slice."""
+        deadline = time.monotonic() + timeout
+
+        def wait() -> tuple[bool, bool]:
+            done = self._io.writer.drain(min(_SLICE, timeout), saves_only=saves_only)
+            return done, time.monotonic() >= deadline
+
+        while True:
+            done, late = _on_rank_zero(trainer, wait)
+            if done or late:
+                return done
+
     def _save(self, trainer: Trainer, now: Progress, point: str, reasons: tuple[str, ...], hold: bool) -> None:
         started = time.perf_counter()
+        if any(
+            id(optimizer) not in self._steppers and _has_gradients(optimizer)
+            for optimizer in (trainer.optimizers if self._hooks else ())
+        ):
+            self._warn_once(
+                "a checkpoint is taken after a batch in which an optimizer that has gradients didn't step: if it "
+                "accumulates over several batches, those gradients are not in the checkpoint"
+            )
         attempt = self._attempt
         assert attempt is not None
         request: SaveRequest | None = None
@@ -555,7 +636,7 @@ class CheckpointPolicy(Checkpoint):
                 "attempt": attempt.number,
                 "parent": attempt.parent,
                 "created_at": time.time(),
-                "reason": reasons,
+                "reason": tuple(_shortened(reason) for reason in reasons),
                 "metrics": dict(now.metrics),
                 "point": point,
                 "world_size": trainer.world_size,
@@ -590,12 +671,19 @@ class CheckpointPolicy(Checkpoint):
             "user",
         )
         stateful = all(_is_stateful(loader) for loader in _lightning.train_loaders(trainer))
+        epoch_ends = self._capturing is not None and _lightning.is_last_batch(trainer)
+        if epoch_ends and not (stateful and _lightning.loaders_are_exhausted(trainer)):
+            # a loader that was cut off would go on in the next epoch where it was; without state it starts afresh
+            _lightning.drop_loader_states(checkpoint)
+            stateful = False
         state = checkpoint.setdefault(STATE_KEY, {})
         state["schema_version"] = STATE_VERSION
         state["progress"] = {"step": now.step, "epoch": now.epoch, "validations": now.validations}
         state["point"] = point
         state["stateful_loader"] = stateful
         state["created_at"] = time.time()
+        state["accumulate_grad_batches"] = trainer.accumulate_grad_batches
+        state["callback_metrics"] = _lightning.metrics_for_callbacks(trainer, epoch_ends)
         policies = [callback for callback in _lightning.callbacks(trainer) if isinstance(callback, CheckpointPolicy)]
         attempts = [self._attempt, *(policy._attempt for policy in policies if policy is not self)]
         state["runs"] = [attempt.run_id for attempt in attempts if attempt is not None]
@@ -618,42 +706,46 @@ class CheckpointPolicy(Checkpoint):
             self._since = self._held
             if self._ledger is not None:
                 self._ledger.submit_held(self.save_timeout)
-        self._release_held()
         if self.save_on_train_end and self._since.step < trainer.global_step:
             self._warn_once(
                 f"the fit was stopped after its last save point: the steps from {self._since.step + 1} to "
                 f"{trainer.global_step} are in no checkpoint. Add EveryNEpochs(1) or AfterValidation() to the trigger"
             )
         try:
-            _on_rank_zero(trainer, lambda: self._finish(trainer, "stopped" if trainer.should_stop else "finished"))
+            confirmed = self._drain(trainer, self.save_timeout + GRACE, saves_only=True)
+            if self._ledger is not None:
+                self._ledger.prune()
+            pruned = self._drain(trainer, DELETE_TIMEOUT + GRACE, saves_only=False)
+            status = "stopped" if trainer.should_stop else "finished"
+            _on_rank_zero(trainer, lambda: self._finish(trainer, confirmed, pruned, status))
         finally:
             self._active = False
+            self._release()
 
-    def _finish(self, trainer: Trainer, status: str) -> None:
-        assert self._ledger is not None
-        writer = self._io.writer
-        writer.drain(self.save_timeout + GRACE, saves_only=True)
-        self._ledger.prune()
-        if not writer.drain(self.save_timeout + GRACE):
-            rank_zero_warn(
-                f"Deleting superfluous checkpoints in {self.store.url!r} takes longer than save_timeout="
-                f"{self.save_timeout:g} s: some are left, and are deleted after the next confirmed save"
-            )
+    def _finish(self, trainer: Trainer, confirmed: bool, pruned: bool, status: str) -> None:
         self._report(trainer, final=True)
-        if self._last_error is not None:
+        if not pruned:
+            rank_zero_warn(
+                f"Some superfluous checkpoints are left in {self.store.url!r}, since deleting them takes long: they "
+                "are deleted after the next confirmed save"
+            )
+        error = self._last_error
+        if error is None and not confirmed:
+            error = TimeoutError(f"the store didn't answer within save_timeout={self.save_timeout:g} s")
+        if error is not None:
             raise CheckpointSaveError(
-                f"the last save of this fit could not be confirmed in {self.store.url!r}: "
-                f"{_describe(self._last_error)}. The newest confirmed checkpoint is {self.last_model_path or 'none'}"
-            ) from self._last_error
+                f"the last save of this fit could not be confirmed in {self.store.url!r}: {_describe(error)}. "
+                f"The newest confirmed checkpoint is {self.last_model_path or 'none'}"
+            ) from error
         self._end_attempt(status)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Wait, for ``save_timeout`` at most, until the pending save is confirmed; capture nothing new."""
-        if not self._active and self._ledger is None:
+        self._release()
+        if not self._active:
             return
         self._active = False
         self._capturing = None
-        self._release_held()
         if self._ledger is None:
             return
         if not self._io.writer.drain(self.save_timeout + GRACE, saves_only=True):
@@ -661,7 +753,7 @@ class CheckpointPolicy(Checkpoint):
                 f"The pending checkpoint is lost: {self.store.url!r} didn't answer within save_timeout="
                 f"{self.save_timeout:g} s. The newest confirmed one is {self.last_model_path or 'none'}"
             )
-        self._report(trainer, final=True)
+        self._report(trainer, final=True, exception=exception)
         self._end_attempt("stopped" if isinstance(exception, (KeyboardInterrupt, SIGTERMException)) else "error")
 
     def _end_attempt(self, status: str) -> None:
@@ -673,7 +765,16 @@ class CheckpointPolicy(Checkpoint):
         except Exception as error:  # only a note of how it ended; it must mask nothing
             rank_zero_warn(f"The end of this attempt could not be noted in {self.store.url!r}: {_describe(error)}")
 
-    def _report(self, trainer: Trainer, final: bool = False) -> None:
+    def _tell_loggers(self, trainer: Trainer, exception: BaseException | None) -> None:
+        for logger in trainer.loggers:
+            try:
+                logger.after_save_checkpoint(self)  # type: ignore[arg-type]
+            except Exception as error:
+                if exception is None:
+                    raise
+                rank_zero_warn(f"{type(logger).__name__}.after_save_checkpoint failed: {_describe(error)}")
+
+    def _report(self, trainer: Trainer, final: bool = False, exception: BaseException | None = None) -> None:
         """Tell loggers and the user, on the main thread, what happened in the background."""
         ledger = self._ledger
         assert ledger is not None
@@ -690,8 +791,7 @@ class CheckpointPolicy(Checkpoint):
             self._last_error = event.error
             if event.record is not None:
                 self._failures = 0
-                for logger in trainer.loggers:
-                    logger.after_save_checkpoint(self)  # type: ignore[arg-type]
+                self._tell_loggers(trainer, exception)
             elif isinstance(event.error, SupersededError):
                 self._superseded = True
                 rank_zero_warn(str(event.error))
@@ -735,22 +835,28 @@ class CheckpointPolicy(Checkpoint):
             )
         if not all(_is_stateful(loader) for loader in loaders):
             self._warn_once(
-                "the train dataloader has no state_dict: a resume from the middle of an epoch sees other data. "
+                "the train dataloader has no state_dict: a resume from the middle of an epoch, or from the end of one "
+                "without validation where check_val_every_n_epoch > 1, sees other data. "
                 "Use torchdata.stateful_dataloader.StatefulDataLoader, or save with EveryNEpochs only"
+            )
+        if _lightning.reloads_dataloaders(trainer):
+            self._warn_once(
+                "reload_dataloaders_every_n_epochs counts from where a fit begins: a resume reloads in other epochs"
             )
         if trainer.num_training_batches == float("inf"):
             self._warn_once(
                 "the train dataloader has no length: Lightning fetches one batch ahead, and a resume loses that batch"
             )
-        if is_overridden("on_train_batch_end", pl_module):
+        for hook, moment in (("on_train_batch_end", "batch"), ("on_validation_end", "validation")):
+            if is_overridden(hook, pl_module):
+                self._warn_once(
+                    f"{type(pl_module).__name__}.{hook} runs after the callbacks: what it changes, and the random "
+                    f"numbers it draws, are not in a checkpoint of that {moment}. Move it into a callback"
+                )
+        if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
             self._warn_once(
-                f"{type(pl_module).__name__}.on_train_batch_end runs after the callbacks: what it changes after a "
-                "batch is not in a checkpoint of that batch. Move state changes to on_before_zero_grad or a callback"
-            )
-        if any(config.reduce_on_plateau and config.interval == "epoch" for config in trainer.lr_scheduler_configs):
-            self._warn_once(
-                "ReduceLROnPlateau steps after the validation's end: a resume from a checkpoint of that validation "
-                "skips the step"
+                "ReduceLROnPlateau steps after the batch's or the validation's end: a resume from a checkpoint taken "
+                "there skips that step"
             )
 
     def _warn_once(self, message: str) -> None:
@@ -772,21 +878,38 @@ def _answer_ckpt_path(trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any) -> 
             policy._bind(trainer)
         first = trainer.checkpoint_callback
         if isinstance(first, CheckpointPolicy) and not first.best_model_path:
-            monitors = " or ".join(f"{monitor!r}" for monitor, _ in first.retention.monitors)
+            monitors = first.retention.monitors
+            holds = f" that holds the metric {monitors[0][0]!r} of KeepBest" if monitors else ""
             raise ValueError(
-                f'ckpt_path="best": no confirmed checkpoint in {first.store.url!r} holds '
-                + (f"the metric {monitors}" if monitors else "a metric to be best by; add KeepBest(n, monitor=...)")
+                f'ckpt_path="best": there is no confirmed checkpoint in {first.store.url!r}{holds}. '
+                'Pass ckpt_path="last" or a path'
             )
         return False, None
+    fitting = state_fn == TrainerFn.FITTING
+    found: list[tuple[int, CheckpointPolicy, CheckpointRecord]] = []
+    errors: list[Exception] = []
     for policy in policies:
-        path = policy._select(trainer, state_fn == TrainerFn.FITTING)
-        if path is not None:
-            return True, path
+        try:
+            record = policy._select(trainer, fitting)
+        except (CheckpointError, ValueError) as error:
+            errors.append(error)
+        else:
+            found += [] if record is None else [(record.step, policy, record)]
+    if found:
+        _, policy, record = max(found, key=lambda candidate: candidate[0])
+        policy._selected = policy.store.path_of(record)
+        return True, policy._selected
+    if errors:
+        raise errors[0]
     if any(
         isinstance(callback, (ModelCheckpoint, OnExceptionCheckpoint)) for callback in _lightning.callbacks(trainer)
     ):
         return False, None
-    rank_zero_info(f'ckpt_path="last": nothing is saved yet in {policies[0].store.url!r}, training starts afresh')
+    nothing = f'ckpt_path="last": nothing is saved yet in {policies[0].store.url!r}'
+    if fitting:
+        rank_zero_info(f"{nothing}, training starts afresh")
+    else:
+        rank_zero_warn(f"{nothing}: the model's present weights are used")
     return True, None
 
 
@@ -803,10 +926,18 @@ def _marked(store: CheckpointStore, records: list[CheckpointRecord]) -> list[Che
     for record in _lineage(records):
         if store.whole(record):
             break
-        if not record.damaged:
-            marked = store.mark_damaged(record)
-            records = [marked if other is record else other for other in records]
+        _mark_damaged(store, record)
+        records = [replace(other, damaged=True) if other is record else other for other in records]
     return records
+
+
+def _mark_damaged(store: CheckpointStore, record: CheckpointRecord) -> None:
+    """Note it in the store, if that can be written to."""
+    if not record.damaged:
+        try:
+            store.mark_damaged(record)
+        except (OSError, CheckpointError) as error:
+            rank_zero_warn(f"{record.path!r} could not be marked as damaged in {store.url!r}: {_describe(error)}")
 
 
 def _is_ending(trainer: Trainer, now: Progress, epoch_ends: bool) -> bool:
@@ -853,6 +984,14 @@ def _is_stateful(loader: Any) -> bool:
 
 def _nothing() -> None:
     pass
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _shortened(reason: str) -> str:
+    return reason if len(reason) <= _REASON_CHARACTERS else reason[: _REASON_CHARACTERS - 1] + "…"
 
 
 def _new_run_id() -> str:

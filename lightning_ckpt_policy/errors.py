@@ -33,3 +33,11 @@ class SupersededError(CheckpointError):
     >>> issubclass(SupersededError, CheckpointError)
     True
     """
+
+
+class PinnedError(CheckpointError, ValueError):
+    """A pinned checkpoint was to be deleted.
+
+    >>> issubclass(PinnedError, ValueError)
+    True
+    """

@@ -184,7 +184,8 @@ class AsyncCheckpointIO(CheckpointIO):
         Raises:
             CheckpointSaveError: The newest write failed, unless another error is on its way already.
         """
-        if not self.writer.close(self.save_timeout + GRACE):
+        # a policy has waited already
+        if not self.writer.close(GRACE if self.managed else self.save_timeout + GRACE):
             self._warn("the fit ended with background work on checkpoints undone: the store didn't answer in time")
         failed, self._failed = self._failed, None
         self._report()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
 import time
 from collections import deque
@@ -10,13 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ckpt_policy import retention as retention_rules
-from lightning_ckpt_policy.errors import CheckpointSaveError, SupersededError
+from lightning_ckpt_policy.errors import CheckpointSaveError, PinnedError, SupersededError
 from lightning_ckpt_policy.record import CheckpointRecord
 from lightning_ckpt_policy.retention import Retention
 from lightning_ckpt_policy.retry import retrying
 from lightning_ckpt_policy.snapshot import Image
 from lightning_ckpt_policy.store import Attempt, CheckpointStore
 from lightning_ckpt_policy.writer import BackgroundWriter
+
+# seconds; a store that hangs in a delete must not keep the saves behind it waiting
+DELETE_TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,7 @@ class Ledger:
             except BaseException as error:
                 if not save.given_up.is_set():
                     self.events.append(SaveOutcome(draft["step"], None, error, held))
+                    self.prune()  # what couldn't be deleted before may be what fills the disk
             else:
                 with self._lock:
                     self._records.append(record)
@@ -155,7 +161,11 @@ class Ledger:
             doomed = [record for record in doomed if record.path not in self._deleting]
             self._deleting.update(record.path for record in doomed)
         for record in doomed:
-            self.writer.submit_cleanup(lambda record=record: self._delete(record))  # type: ignore[misc]
+            self.writer.submit_cleanup(
+                functools.partial(self._delete, record),
+                timeout=DELETE_TIMEOUT,
+                on_timeout=functools.partial(self._give_up_deleting, record),
+            )
 
     def _commit(self, save: _Save, image: Image, draft: Mapping[str, Any]) -> CheckpointRecord:
         def guard() -> None:
@@ -178,12 +188,25 @@ class Ledger:
             if self.store.superseded(self.attempt):
                 return
             retrying()(self.store.delete, record)
-        except Exception as error:  # nothing that goes wrong here may reach training; it is reported and tried again
+        except PinnedError:
             with self._lock:
                 self._deleting.discard(record.path)
-            self.events.append(DeleteFailure(record, error))
-            return
+                self._records = [
+                    dataclasses.replace(other, pinned=True) if other.path == record.path else other
+                    for other in self._records
+                ]
+        except Exception as error:  # nothing that goes wrong here may reach training; it is reported and tried again
+            self._not_deleted(record, error)
+        else:
+            with self._lock:
+                self._deleting.discard(record.path)
+                self._records = [other for other in self._records if other.path != record.path]
+                self.deleted.append(record)
+
+    def _give_up_deleting(self, record: CheckpointRecord) -> None:
+        self._not_deleted(record, TimeoutError(f"the store didn't delete it within {DELETE_TIMEOUT:g} s"))
+
+    def _not_deleted(self, record: CheckpointRecord, error: Exception) -> None:
         with self._lock:
             self._deleting.discard(record.path)
-            self._records = [other for other in self._records if other.path != record.path]
-            self.deleted.append(record)
+        self.events.append(DeleteFailure(record, error))

@@ -31,6 +31,7 @@ from lightning_ckpt_policy.errors import (
     CheckpointError,
     CheckpointSaveError,
     DamagedCheckpointError,
+    PinnedError,
     SupersededError,
 )
 from lightning_ckpt_policy.record import (
@@ -332,7 +333,7 @@ class CheckpointStore:
         """Delete a checkpoint: its record first, then its payload. Again is fine; so is one that is gone.
 
         Raises:
-            ValueError: It is pinned.
+            PinnedError: It is pinned.
             RecordError: Its record can't be read any more, so it isn't known what would be deleted.
         """
         backend = self.backend
@@ -345,7 +346,7 @@ class CheckpointStore:
             return  # another checkpoint has the name now
         else:
             if current.pinned:
-                raise ValueError(
+                raise PinnedError(
                     f"{self.path_of(record)!r} is pinned and can't be deleted: unpin it first, "
                     "with store.pin(record, pinned=False)"
                 )
@@ -355,10 +356,13 @@ class CheckpointStore:
             )
             try:
                 backend.write(record.path + PENDING_SUFFIX, _to_json(marker), owner=_owner(marker))
-            except BaseException:
+            except BaseException as error:
                 with contextlib.suppress(Exception):  # half a marker can't be understood, and nothing is deleted yet
                     backend.delete(record.path + PENDING_SUFFIX)
-                raise
+                # a full disk has no room for the marker either, and the delete is what makes room: the worst that a
+                # kill between the next two steps leaves is a payload that nobody owns
+                if not (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+                    raise
             backend.delete(record.path + RECORD_SUFFIX)
         backend.delete(record.path)
         backend.delete(record.path + PENDING_SUFFIX)
@@ -455,6 +459,11 @@ class CheckpointStore:
             fields = {"run_id": pending.run_id, "attempt": pending.attempt, **draft}
             fields |= {"path": pending.name, "size": image.size, "checksum": f"{ALGORITHM}:00000000"}
             record = CheckpointRecord(**fields, sequence=1)  # a bad draft is found before anything is sent
+            if len(record.to_json()) > MAX_RECORD_BYTES - 1024:
+                raise CheckpointSaveError(
+                    f"the record of step {record.step} has {len(record.to_json()):,} bytes, and at most "
+                    f"{MAX_RECORD_BYTES:,} are read: log fewer metrics ({len(record.metrics):,}) or under shorter names"
+                )
             began = time.monotonic()
             with contextlib.closing(sent()) as chunks:
                 backend.write_payload(pending.name, chunks, image.size, confirm, pending.token)

@@ -37,7 +37,7 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._saves: deque[tuple[Job, float | None, Job | None]] = deque()
-        self._cleanups: deque[Job] = deque()
+        self._cleanups: deque[tuple[Job, float | None, Job | None]] = deque()
         self._running: str | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -67,11 +67,11 @@ class BackgroundWriter:
             self._saves.append((job, timeout, on_timeout))
             self._start()
 
-    def submit_cleanup(self, job: Job) -> None:
-        """Queue a job that runs only while no save is waiting."""
+    def submit_cleanup(self, job: Job, *, timeout: float | None = None, on_timeout: Job | None = None) -> None:
+        """Queue a job that runs only while no save is waiting; the arguments are those of :meth:`submit`."""
         self._refuse_in_a_fork()
         with self._condition:
-            self._cleanups.append(job)
+            self._cleanups.append((job, timeout, on_timeout))
             self._start()
 
     def drain(self, timeout: float | None = None, *, saves_only: bool = False) -> bool:
@@ -111,7 +111,12 @@ class BackgroundWriter:
 
     def _refuse_in_a_fork(self) -> None:
         # before the lock, which another thread of the parent may have held when it forked
-        if os.getpid() != self._pid:
+        if os.getpid() == self._pid:
+            return
+        if self._thread is None and self.idle:  # a launcher forked before anything was saved
+            self._condition = threading.Condition()
+            self._pid = os.getpid()
+        else:
             raise RuntimeError("a checkpoint can't be saved from a forked child of the process that set the writer up")
 
     def _start(self) -> None:
@@ -131,7 +136,7 @@ class BackgroundWriter:
                     job, timeout, on_timeout = self._saves.popleft()
                     self._running = "save"
                 elif self._cleanups:
-                    job, timeout, on_timeout = self._cleanups.popleft(), None, None
+                    job, timeout, on_timeout = self._cleanups.popleft()
                     self._running = "cleanup"
                 else:
                     return

@@ -76,7 +76,9 @@ class Observer(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.crash_at is not None and trainer.global_step >= self.crash_at:
             raise Interrupted(f"at step {trainer.global_step}")
-        self.batches.append((trainer.global_step, float(torch.as_tensor(batch).sum())))
+        seen = batch.values() if isinstance(batch, dict) else [batch]
+        total = sum(float(torch.as_tensor(part).sum()) for part in seen if part is not None)
+        self.batches.append((trainer.global_step, total))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:

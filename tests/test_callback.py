@@ -633,9 +633,49 @@ def test_best_in_a_fresh_process(tmp_path: Path, drained: None) -> None:
     assert observer.batches[0][0] == 20
 
 
-def test_best_without_one_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r'ckpt_path="best".*KeepBest'):
-        fit(tmp_path, policy(tmp_path, AfterValidation()), ckpt_path="best")
+@pytest.mark.parametrize(("retention", "message"), [(KeepAll(), "no confirmed"), (KeepBest(1, "a"), "metric 'a'")])
+def test_best_without_one_says_what_to_do(tmp_path: Path, retention: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=rf'ckpt_path="best".*{message}.*ckpt_path="last"'):
+        fit(tmp_path, policy(tmp_path, AfterValidation(), retention), ckpt_path="best")
+
+
+def test_best_without_a_monitor_is_the_newest_as_with_model_checkpoint(tmp_path: Path, drained: None) -> None:
+    used = policy(tmp_path, EveryNTrainSteps(4))
+    fit(tmp_path, used, max_steps=9)
+    assert used.best_model_path == used.last_model_path == str(tmp_path / "ckpt" / "step-0000000008.ckpt")
+    assert used.best_model_score is None
+
+
+def test_last_outside_a_fit_with_nothing_saved_is_warned_about(tmp_path: Path) -> None:
+    trainer = fit(tmp_path, policy(tmp_path, AtSteps([99])), max_steps=1).trainer  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="present weights are used"):
+        trainer.validate(Net(), loader("plain"), ckpt_path="last", verbose=False)
+
+
+def test_last_of_two_policies_is_the_furthest(tmp_path: Path, drained: None) -> None:
+    def both() -> list[CheckpointPolicy]:
+        return [CheckpointPolicy(tmp_path / name, EveryNTrainSteps(n)) for name, n in (("a", 10), ("b", 3))]
+
+    fit(tmp_path, both(), crash_at=19)
+    assert fit(tmp_path, both(), ckpt_path="last", max_steps=20).batches[0][0] == 18
+
+
+def test_a_folder_is_fixed_at_construction(tmp_path: Path, drained: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    used = CheckpointPolicy("ckpt", EveryNTrainSteps(4))
+    fit(tmp_path, used, max_steps=8)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert used.last_model_path == str(tmp_path / "ckpt" / "step-0000000008.ckpt")
+    assert fit(tmp_path, used, ckpt_path="last", max_steps=9).batches[0][0] == 8
+
+
+@pytest.mark.parametrize("name", ["a::b", "with space", "übung", "a#b", "a%20b", "x=[1]"])
+def test_odd_folder_names(tmp_path: Path, drained: None, name: str) -> None:
+    used = CheckpointPolicy(tmp_path / name, EveryNTrainSteps(4))
+    fit(tmp_path, used, max_steps=4)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert fit(tmp_path, used, ckpt_path="last", max_steps=5).batches[0][0] == 4
 
 
 def test_validate_takes_last_and_best(tmp_path: Path, drained: None) -> None:
@@ -723,6 +763,139 @@ def test_a_policy_can_be_copied_and_pickled(tmp_path: Path, drained: None, copie
     fit(tmp_path, after, ckpt_path="last", max_steps=12)
     assert steps(tmp_path) == [12]
     assert [outcome.step for outcome in again.history] == [4, 8]
+
+
+def test_a_delete_that_hangs_stops_no_save(tmp_path: Path, deletes: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ckpt_policy.ledger.DELETE_TIMEOUT", 0.1)
+    monkeypatch.setattr("lightning_ckpt_policy.callback.DELETE_TIMEOUT", 0.1)
+    monkeypatch.setattr("lightning_ckpt_policy.callback.GRACE", 1.0)
+    gate = threading.Event()
+    deletes.act = lambda call, name: gate.wait(60) and None  # type: ignore[func-returns-value]
+
+    class Wait(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            trainer.checkpoint_callback._io.writer.drain(30, saves_only=True)  # type: ignore[union-attr]
+
+    used = policy(tmp_path, EveryNTrainSteps(5), KeepLast(1), save_on_train_end=True)
+    with pytest.warns(UserWarning, match=r"could not be deleted.*TimeoutError"):
+        fit(tmp_path, used, callbacks=[Wait()])
+    gate.set()
+    assert [outcome.step for outcome in used.history if outcome.record] == [5, 10, 15, 20, 25, 30]
+    assert used.last_model_path.endswith("step-0000000030.ckpt")
+
+
+def test_a_save_that_hangs_at_the_end_is_an_error(
+    tmp_path: Path, writes: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    writes.act = lambda call, name: gate.wait(60) and None  # type: ignore[func-returns-value]
+    with pytest.raises(CheckpointSaveError, match=r"save_timeout=0\.3"):
+        fit(tmp_path, policy(tmp_path, AtSteps([30]), save_timeout=0.3))
+    gate.set()
+
+
+def test_a_process_that_saves_on_while_it_is_requeued(tmp_path: Path, drained: None) -> None:
+    """The older process confirms another checkpoint, and deletes the one that was selected, before the newer begins."""
+    fit(tmp_path, policy(tmp_path, EveryNTrainSteps(4), KeepLast(1)), crash_at=9)
+    run = records(tmp_path)[0].run_id
+
+    class Older(Callback):
+        def __init__(self) -> None:
+            self.saved = False
+
+        def setup(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+            if not self.saved:
+                self.saved = True
+                older = policy(tmp_path, EveryNTrainSteps(4), KeepLast(1))
+                fit(tmp_path, older, ckpt_path="last", max_steps=13)
+
+    newer = policy(tmp_path, EveryNTrainSteps(4), KeepLast(1))
+    observer = fit(tmp_path, newer, callbacks=[Older()], ckpt_path="last", max_steps=17)
+    assert observer.batches[0][0] == 12
+    assert [(record.run_id, record.step) for record in records(tmp_path)] == [(run, 16)]
+
+
+def test_a_reason_of_any_length_makes_a_record_that_can_be_read(tmp_path: Path, drained: None) -> None:
+    fit(tmp_path, policy(tmp_path, AtSteps(range(1, 400_000, 2))), max_steps=3)
+    assert steps(tmp_path) == [1, 3]
+    assert records(tmp_path)[0].reason[0].startswith("AtSteps(steps=(1, 3, 5")
+
+
+def test_metrics_too_large_for_a_record_are_said_before_anything_is_written(tmp_path: Path, drained: None) -> None:
+    class Many(Net):
+        def on_validation_epoch_end(self) -> None:
+            self.log_dict({f"{'x' * 1000}{index}": 0.0 for index in range(1200)})
+
+    with (
+        pytest.warns(UserWarning, match=r"could not be saved.*log fewer metrics"),
+        pytest.raises(CheckpointSaveError),
+    ):
+        fit(tmp_path, policy(tmp_path, AfterValidation()), model=Many, validate=True, max_epochs=1)
+    assert list((tmp_path / "ckpt").glob("*.ckpt*")) == []
+
+
+def test_pinning_during_a_fit_is_respected_without_a_word(tmp_path: Path, drained: None) -> None:
+    class Pin(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 3:
+                store = CheckpointStore(str(tmp_path / "ckpt"))
+                store.pin(store.records()[-1])
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(tmp_path, policy(tmp_path, EveryNTrainSteps(2), KeepLast(1)), callbacks=[Pin()], max_epochs=1)
+    assert steps(tmp_path) == [2, 10]
+    assert not [warning for warning in caught if "deleted" in str(warning.message)]
+
+
+def test_a_folder_that_became_read_only_still_gives_its_checkpoints(
+    tmp_path: Path, two_saved: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(two_saved[1])
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(LocalBackend, "write", refuse)
+    trainer = fit(tmp_path, None, max_steps=1).trainer  # type: ignore[attr-defined]
+    trainer.callbacks.append(policy(tmp_path, AtSteps([99])))
+    with pytest.warns(UserWarning, match="could not be marked as damaged"):
+        trainer.validate(Net(), loader("plain"), ckpt_path="last", verbose=False)
+
+
+def test_a_loggers_error_does_not_mask_a_training_error(tmp_path: Path, writes: Faults) -> None:
+    class Broken(DummyLogger):
+        def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+            raise ConnectionError("the logger's")
+
+    writes.act = lambda call, name: time.sleep(0.3)
+    with pytest.warns(UserWarning, match="after_save_checkpoint failed: ConnectionError"):
+        fit(tmp_path, policy(tmp_path, AtSteps([9])), logger=Broken(), crash_at=10)
+    assert steps(tmp_path) == [9]
+
+
+def test_raw_optimizers_that_lightning_does_not_count_are_warned_about(tmp_path: Path) -> None:
+    class Raw(TwoOptimizers):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+            for optimizer in self.optimizers(use_pl_optimizer=False):  # type: ignore[union-attr]
+                optimizer.zero_grad()
+                self.body(batch).pow(2).mean().backward()
+                optimizer.step()
+
+    with pytest.warns(UserWarning, match="use_pl_optimizer=False"):
+        fit(tmp_path, policy(tmp_path, EveryNTrainSteps(1)), model=Raw, max_epochs=1)
+
+
+def test_nothing_is_left_in_lightning_and_torch(tmp_path: Path, drained: None) -> None:
+    fit(tmp_path, policy(tmp_path, EveryNTrainSteps(4)), max_steps=5, model=TwoOptimizers)
+    for options in ({}, {"crash_at": 9}, {"train": lambda: 1 / 0}):
+        used = policy(tmp_path, EveryNTrainSteps(4))
+        try:
+            trainer = fit(tmp_path, used, ckpt_path="last", model=TwoOptimizers, **options).trainer  # type: ignore
+        except ZeroDivisionError:
+            continue
+        assert not {"process_dataloader", "on_train_start"} & set(trainer.strategy.__dict__)
+        assert all(not optimizer._optimizer_step_post_hooks for optimizer in trainer.optimizers)
 
 
 # the same training with and without

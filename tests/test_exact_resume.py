@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections.abc import Iterator
@@ -12,12 +13,15 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_ckpt_policy import AfterValidation, AtSteps, CheckpointPolicy, EveryNTrainSteps, KeepAll
+from lightning_ckpt_policy import AfterValidation, AtSteps, CheckpointPolicy, EveryNEpochs, EveryNTrainSteps, KeepAll
+from lightning_ckpt_policy.ledger import Ledger
 from tests.models import Net, Rows, differences, fit, loader
 
 
@@ -220,6 +224,118 @@ def test_logged_steps_and_values_go_on(tmp_path: Path, save_at: int, validation:
     assert trained == list(range(save_at, 30))
 
 
+def drained_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Ledger.submit
+
+    def submit(ledger: Ledger, *args: Any) -> None:
+        original(ledger, *args)
+        ledger.writer.drain(30)
+
+    monkeypatch.setattr(Ledger, "submit", submit)
+
+
+class EpochMetric(Net):
+    """Logs the mean of an epoch, and draws at the ends of epochs."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        assert self.trainer.callback_metrics["mean_loss"] > 0
+
+
+class DrawsAtStart(Net):
+    def on_train_start(self) -> None:
+        torch.randn(3)
+
+
+def two_loaders(kinds: tuple[str, str], mode: str) -> CombinedLoader:
+    return CombinedLoader({"a": loader(kinds[0]), "b": loader(kinds[1], batches=6)}, mode)
+
+
+class TakesDict(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch["a"] if batch["a"] is not None else batch["b"], batch_idx)
+
+
+@pytest.mark.parametrize("crash_at", [9, 10, 13])
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        pytest.param(Net, {"limit_train_batches": 5, "max_epochs": 6}, id="cut off"),
+        pytest.param(Net, {"limit_train_batches": 5, "max_epochs": 6, "validate": True}, id="cut off, validation"),
+        pytest.param(Net, {"overfit_batches": 4, "max_epochs": 5}, id="overfit_batches"),
+        pytest.param(EpochMetric, {}, id="metric of an epoch"),
+        pytest.param(EpochMetric, {"validate": True}, id="metric of an epoch, validation"),
+        pytest.param(DrawsAtStart, {}, id="draws at the start"),
+        pytest.param(
+            Net, {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})]}, id="accumulation scheduler"
+        ),
+    ],
+)
+def test_odd_trainings_saved_at_every_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Any, options: dict[str, Any], crash_at: int
+) -> None:
+    drained_saves(monkeypatch)
+
+    def run(*args: Any, **more: Any) -> Any:
+        return fit(tmp_path, *args, model=model, **{**copy.deepcopy(options), **more})
+
+    def policy() -> CheckpointPolicy:
+        return CheckpointPolicy(tmp_path / "ckpt", EveryNTrainSteps(1), KeepAll())
+
+    whole = run(None)
+    run(policy(), crash_at=crash_at)
+    again = run(policy(), ckpt_path="last", seed=99)
+    assert again.batches == whole.batches[-len(again.batches) :]
+    assert differences(whole.final, again.final) == []
+
+
+@pytest.mark.parametrize("validate", [False, True])
+@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
+@pytest.mark.parametrize("kinds", [("stateful", "stateful"), ("stateful", "plain")])
+def test_several_loaders_at_an_epochs_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, str], mode: str, validate: bool
+) -> None:
+    drained_saves(monkeypatch)
+
+    def run(*args: Any, **more: Any) -> Any:
+        train = partial(two_loaders, kinds, mode)
+        return fit(tmp_path, *args, model=TakesDict, train=train, validate=validate, **more)
+
+    def policy() -> CheckpointPolicy:
+        return CheckpointPolicy(tmp_path / "ckpt", EveryNEpochs(1), KeepAll())
+
+    whole = run(None)
+    run(policy(), crash_at=13)
+    again = run(policy(), ckpt_path="last", seed=99)
+    assert again.batches == whole.batches[-len(again.batches) :]
+    assert differences(whole.final, again.final) == []
+
+
+def test_early_stopping_on_any_metric_survives_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drained_saves(monkeypatch)
+    for metric, validate in (("mean_loss", False), ("mean_loss", True), ("val_loss", True)):
+        root = tmp_path / f"{metric}-{validate}"
+
+        def run(*args: Any, root: Path = root, metric: str = metric, validate: bool = validate, **more: Any) -> Any:
+            stop = EarlyStopping(metric, patience=3, min_delta=1e9)
+            observer = fit(root, *args, model=EpochMetric, callbacks=[stop], validate=validate, max_epochs=9, **more)
+            return observer, stop
+
+        def policy(root: Path = root) -> CheckpointPolicy:
+            return CheckpointPolicy(root / "ckpt", EveryNEpochs(1), KeepAll())
+
+        whole, stop = run(None)
+        run(policy(), crash_at=22)
+        again, stopped = run(policy(), ckpt_path="last", seed=99)
+        assert again.batches[0][0] == 20
+        assert (stopped.stopped_epoch, stopped.best_score) == (stop.stopped_epoch, stop.best_score)
+        assert differences(whole.final, again.final) == []
+
+
 # What Lightning itself can't resume exactly. Each asserts the limit, so that a version that lifts it is noticed.
 
 
@@ -295,6 +411,61 @@ class Plateau(Net):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10, factor=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+class AfterValidationDraw(Net):
+    def on_validation_end(self) -> None:
+        torch.randn(3)
+
+
+def test_limit_the_modules_own_validation_end_hook_is_lost(tmp_path: Path, caught: Any) -> None:
+    whole, _, second = interrupted_and_resumed(tmp_path, 10, 12, model=AfterValidationDraw, validate=True)
+    assert differences(whole.final, second.final) != []
+    assert warned(caught, "AfterValidationDraw.on_validation_end")
+
+
+class Accumulates(Manual):
+    """One optimizer steps in each batch, the other one gathers four."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()  # type: ignore[misc]
+        self.manual_backward(self.body(batch).pow(2).mean())
+        first.step()
+        first.zero_grad()
+        if batch_idx % 4 == 3:
+            second.step()
+            second.zero_grad()
+
+
+def test_limit_gradients_that_a_module_gathers_by_itself_are_lost(tmp_path: Path, caught: Any) -> None:
+    whole, _, second = interrupted_and_resumed(tmp_path, 2, 4, model=Accumulates)
+    assert differences(whole.final, second.final) != []
+    assert warned(caught, "an optimizer that has gradients didn't step")
+
+
+def test_limit_reloaded_dataloaders(tmp_path: Path, caught: Any) -> None:
+    whole, _, second = interrupted_and_resumed(tmp_path, 13, 15, reload_dataloaders_every_n_epochs=2)
+    assert differences(whole.final, second.final) != []
+    assert warned(caught, "reload_dataloaders_every_n_epochs")
+
+
+def test_limit_the_mean_of_an_epoch_covers_only_what_follows_the_resume(tmp_path: Path) -> None:
+    class Log(Callback):
+        def __init__(self) -> None:
+            self.means: list[float] = []
+
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+            self.means.append(float(trainer.callback_metrics["mean_loss"]))
+
+    logs: list[Log] = []
+
+    def callbacks() -> list[Callback]:
+        logs.append(Log())
+        return [logs[-1]]
+
+    interrupted_and_resumed(tmp_path, 13, 15, model=EpochMetric, callbacks=callbacks)
+    assert logs[0].means[1] != logs[2].means[0]
+    assert logs[0].means[2] == logs[2].means[1]
 
 
 def test_limit_reduce_lr_on_plateau_skips_a_step(tmp_path: Path, caught: Any) -> None:
