@@ -173,16 +173,27 @@ def loaders_are_exhausted(trainer: Any) -> bool:
     return True
 
 
-def drop_loader_states(checkpoint: dict[str, Any]) -> None:
-    """Take the train dataloaders' state out of a dumped checkpoint, so that the next epoch begins with fresh ones."""
-    checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+def unfinish_loaders(checkpoint: dict[str, Any]) -> None:
+    """Let torchdata's loaders that had reached their end be restored there, not at the start of another round.
+
+    A resume from an epoch's end makes two iterators, of which the first is never used; it must not draw an order.
+    """
+    for state in checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", []):
+        if isinstance(state, dict) and state.get("_iterator_finished"):
+            state["_iterator_finished"] = False
+
+
+def end_current_epoch(trainer: Any) -> None:
+    """Let a resumed fit train no further batch in the epoch it was resumed in."""
+    trainer.fit_loop._data_fetcher.done = True
 
 
 def mark_batch_completed(checkpoint: dict[str, Any]) -> None:
     """Count the current batch as completed in a dumped checkpoint.
 
     Lightning counts it only after ``on_train_batch_end``. At an epoch's last batch a stateful loader is then restored
-    at its end while the epoch counts as unfinished, and a whole epoch is skipped.
+    at its end while the epoch counts as unfinished, and a whole epoch is skipped. With any other loader a resume
+    trains a batch too many, unless :func:`end_current_epoch` is called.
     """
     loop = checkpoint["loops"]["fit_loop"]
     for counts in (loop["epoch_loop.batch_progress"]["total"], loop["epoch_loop.batch_progress"]["current"]):

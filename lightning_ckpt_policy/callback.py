@@ -37,6 +37,7 @@ from lightning_ckpt_policy.retention import KeepAll, KeepLast, Retention, as_ret
 from lightning_ckpt_policy.rng import collect_rng_state, restore_rng_state
 from lightning_ckpt_policy.store import Attempt, CheckpointStore
 from lightning_ckpt_policy.triggers import EveryNEpochs, Progress, Trigger, as_trigger
+from lightning_ckpt_policy.writer import BackgroundWriter
 
 STATE_KEY = "lightning_ckpt_policy"
 STATE_VERSION = 1
@@ -104,7 +105,13 @@ class CheckpointPolicy(Checkpoint):
         if isinstance(max_consecutive_failures, bool) or not (
             isinstance(max_consecutive_failures, int) and max_consecutive_failures >= 1
         ):
-            raise ValueError(f"max_consecutive_failures={max_consecutive_failures!r} must be an integer of at least 1")
+            raise ValueError(
+                f"max_consecutive_failures={max_consecutive_failures!r} must be a whole number of at least 1; a large "
+                "one lets training go on however many saves fail"
+            )
+        for name, value in (("save_weights_only", save_weights_only), ("save_on_train_end", save_on_train_end)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}={value!r} must be True or False")
         if dirpath is not None and not isinstance(dirpath, (str, os.PathLike)):
             raise TypeError(f"dirpath={dirpath!r} must be a path or an fsspec URL, not {type(dirpath).__name__}")
         if isinstance(dirpath, os.PathLike) or (isinstance(dirpath, str) and dirpath and "://" not in dirpath):
@@ -122,6 +129,7 @@ class CheckpointPolicy(Checkpoint):
         self._storage_options = storage_options
         self._own_io = AsyncCheckpointIO(storage_options, save_timeout=save_timeout)
 
+        self._writer = BackgroundWriter()
         self._store: CheckpointStore | None = None
         self._trainer: Callable[[], Trainer | None] = _nothing
         self._io = self._own_io
@@ -148,6 +156,7 @@ class CheckpointPolicy(Checkpoint):
         self._capturing: tuple[Progress, str] | None = None
         self._held: Progress | None = None
         self._may_stop_late = False
+        self._loaders_stateful = False
         # what went wrong so far
         self._failures = 0
         self._last_error: BaseException | None = None
@@ -255,7 +264,7 @@ class CheckpointPolicy(Checkpoint):
             )
         store = self._bind(trainer)
         others = [cb for cb in _lightning.callbacks(trainer) if isinstance(cb, CheckpointPolicy) and cb is not self]
-        if any(other._bind(trainer).url == store.url for other in others):
+        if any(_same_folder(other._bind(trainer).url, store.url) for other in others):
             raise ValueError(
                 f"two CheckpointPolicy callbacks share dirpath={store.url!r}: give each its own dirpath, "
                 "or join them in one with trigger=a | b and retention=a | b"
@@ -299,8 +308,9 @@ class CheckpointPolicy(Checkpoint):
                 "CheckpointPolicy brings its own CheckpointIO"
             )
         current.managed = True
-        if self._open not in current.openers:
+        if self._writer not in current.writers:
             current.openers.append(self._open)
+            current.writers.append(self._writer)
         self._io = current
 
     def _select(self, trainer: Trainer, fitting: bool) -> CheckpointRecord | None:
@@ -356,7 +366,14 @@ class CheckpointPolicy(Checkpoint):
                     return candidate
                 except (DamagedCheckpointError, FileNotFoundError) as error:
                     if following is None:
-                        raise
+                        raise DamagedCheckpointError(
+                            f"{error}. "
+                            + (
+                                "No older checkpoint of this run is left: move the damaged ones away to start afresh"
+                                if path == self._selected
+                                else 'Pass ckpt_path="last", which falls back to a whole one, or another path'
+                            )
+                        ) from error
                     rank_zero_warn(f"{error}. The checkpoint before it, {following.path!r}, is loaded instead")
                     _mark_damaged(store, candidate)
             return None
@@ -376,19 +393,16 @@ class CheckpointPolicy(Checkpoint):
                 f"this one reads up to {STATE_VERSION}): upgrade it"
             )
         self._loaded = state
+        if state and state["point"] == EPOCH_END and not state["batch_completed"]:
+            _lightning.mark_batch_completed(checkpoint)
+        if state and state["epoch_ended"]:
+            _lightning.unfinish_loaders(checkpoint)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the random state where an epoch begins before ``on_train_start``, and the epoch of samplers."""
+        """Let samplers of a resumed fit begin with the epoch it goes on with."""
         if self._loaded and not _lightning.reloads_dataloaders(trainer):
             # Lightning makes the first iterator of a resumed fit before it tells the sampler which epoch it is
             self._release_loaders = _lightning.start_samplers_at(trainer, self._loaded["progress"]["epoch"])
-        if self._loaded and self._restores_early(self._loaded):
-            self._restore_rng(trainer)
-
-    @staticmethod
-    def _restores_early(loaded: dict[str, Any]) -> bool:
-        # there the first iterator of the resumed fit is the next epoch's, and draws what it drew
-        return bool(loaded["point"] == EPOCH_END and not loaded["stateful_loader"])
 
     # the fit
 
@@ -431,7 +445,7 @@ class CheckpointPolicy(Checkpoint):
                 self.retention,
                 [record for record in records if record.run_id == attempt.run_id],
                 frozenset() if self._resumed is None else frozenset({self._resumed.path}),
-                self._io.writer,
+                self._writer,
                 self.filename,
             )
             return attempt
@@ -447,8 +461,9 @@ class CheckpointPolicy(Checkpoint):
         if any(isinstance(callback, GradientAccumulationScheduler) for callback in _lightning.callbacks(trainer)):
             # it sets this where an epoch begins, which a resume in the middle of one doesn't repeat
             trainer.accumulate_grad_batches = self._loaded["accumulate_grad_batches"]
-        if not self._restores_early(self._loaded):
-            self._release_rng = _lightning.after_train_start(trainer, lambda: self._restore_rng(trainer))
+        if self._loaded["point"] == EPOCH_END:
+            _lightning.end_current_epoch(trainer)
+        self._release_rng = _lightning.after_train_start(trainer, lambda: self._restore_rng(trainer))
 
     def _begin_attempt(self, store: CheckpointStore, same_process: bool) -> Attempt:
         records = store.records()
@@ -587,17 +602,26 @@ class CheckpointPolicy(Checkpoint):
         elif epoch_ends and self._may_stop_late and self.save_on_train_end and not reasons:
             # EarlyStopping decides after the last save point: only then it is known whether this state is the last
             reasons, hold = (TRAIN_END,), True
-        if reasons and ending:
+        if reasons and (ending or (epoch_ends and not self._loaders_stateful and not hold)):
+            # the last chance of the fit; or of the epoch, since within one a plain loader can't be resumed exactly
             self._drain(trainer, self.save_timeout + GRACE, saves_only=True)
         if trainer.world_size > 1 and (reasons or self.trigger.timed):
-            reasons = _on_rank_zero(trainer, lambda: self._settle(reasons))
+            reasons = _on_rank_zero(trainer, lambda: self._settle(reasons, now.metrics))
         elif reasons:
-            reasons = self._settle(reasons)
+            reasons = self._settle(reasons, now.metrics)
         if reasons:
             self._save(trainer, now, point, reasons, hold)
 
-    def _settle(self, reasons: tuple[str, ...]) -> tuple[str, ...]:
-        if not reasons or self._superseded or self._io.writer.saving:
+    def _settle(self, reasons: tuple[str, ...], metrics: Mapping[str, float]) -> tuple[str, ...]:
+        if not reasons or self._superseded:
+            return ()
+        if self._writer.saving:
+            if metrics:
+                self._warn_once(
+                    "a save that was due at the end of a validation waits for the one before it, which is still being "
+                    "written: its checkpoint will be of a later step, without that validation's metrics. Saves are due "
+                    "faster than the store takes them: let triggers fire less often"
+                )
             return ()
         self._raise_after_failures()
         return reasons
@@ -607,7 +631,7 @@ class CheckpointPolicy(Checkpoint):
         deadline = time.monotonic() + timeout
 
         def wait() -> tuple[bool, bool]:
-            done = self._io.writer.drain(min(_SLICE, timeout), saves_only=saves_only)
+            done = self._writer.drain(min(_SLICE, timeout), saves_only=saves_only)
             return done, time.monotonic() >= deadline
 
         while True:
@@ -670,27 +694,25 @@ class CheckpointPolicy(Checkpoint):
             Progress(step=trainer.global_step, epoch=trainer.current_epoch, validations=self._validations),
             "user",
         )
-        stateful = all(_is_stateful(loader) for loader in _lightning.train_loaders(trainer))
-        epoch_ends = self._capturing is not None and _lightning.is_last_batch(trainer)
-        if epoch_ends and not (stateful and _lightning.loaders_are_exhausted(trainer)):
-            # a loader that was cut off would go on in the next epoch where it was; without state it starts afresh
-            _lightning.drop_loader_states(checkpoint)
-            stateful = False
+        epoch_ended = self._capturing is not None and _lightning.is_last_batch(trainer)
+        # an epoch's last batch is marked as completed here where stock Lightning then resumes well, else by a resume
+        completed = point == EPOCH_END and self._loaders_stateful and _lightning.loaders_are_exhausted(trainer)
+        if completed:
+            _lightning.mark_batch_completed(checkpoint)
         state = checkpoint.setdefault(STATE_KEY, {})
         state["schema_version"] = STATE_VERSION
         state["progress"] = {"step": now.step, "epoch": now.epoch, "validations": now.validations}
         state["point"] = point
-        state["stateful_loader"] = stateful
+        state["batch_completed"] = completed
+        state["epoch_ended"] = epoch_ended
         state["created_at"] = time.time()
         state["accumulate_grad_batches"] = trainer.accumulate_grad_batches
-        state["callback_metrics"] = _lightning.metrics_for_callbacks(trainer, epoch_ends)
+        state["callback_metrics"] = _lightning.metrics_for_callbacks(trainer, epoch_ended)
         policies = [callback for callback in _lightning.callbacks(trainer) if isinstance(callback, CheckpointPolicy)]
         attempts = [self._attempt, *(policy._attempt for policy in policies if policy is not self)]
         state["runs"] = [attempt.run_id for attempt in attempts if attempt is not None]
         # only a save of ours is known to run on every rank
         state["rng"] = _gather_rng(trainer) if self._capturing is not None else [collect_rng_state()]
-        if point == EPOCH_END and stateful:
-            _lightning.mark_batch_completed(checkpoint)
 
     # the end
 
@@ -724,6 +746,8 @@ class CheckpointPolicy(Checkpoint):
 
     def _finish(self, trainer: Trainer, confirmed: bool, pruned: bool, status: str) -> None:
         self._report(trainer, final=True)
+        if not self.history and not self._newest():
+            self._warn_once(f"nothing was saved in this fit: trigger={self.trigger!r} was never due")
         if not pruned:
             rank_zero_warn(
                 f"Some superfluous checkpoints are left in {self.store.url!r}, since deleting them takes long: they "
@@ -748,7 +772,7 @@ class CheckpointPolicy(Checkpoint):
         self._capturing = None
         if self._ledger is None:
             return
-        if not self._io.writer.drain(self.save_timeout + GRACE, saves_only=True):
+        if not self._writer.drain(self.save_timeout + GRACE, saves_only=True):
             rank_zero_warn(
                 f"The pending checkpoint is lost: {self.store.url!r} didn't answer within save_timeout="
                 f"{self.save_timeout:g} s. The newest confirmed one is {self.last_model_path or 'none'}"
@@ -827,16 +851,22 @@ class CheckpointPolicy(Checkpoint):
     def _warn_about_limits(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say once what Lightning can't resume exactly in this training."""
         loaders = _lightning.train_loaders(trainer)
+        self._loaders_stateful = all(_is_stateful(loader) for loader in loaders)
+        for monitor, _ in self.retention.monitors:
+            if not trainer.enable_validation:
+                self._warn_once(
+                    f"monitor={monitor!r} of the retention is never logged, since this fit has no validation: only "
+                    "what a validation logs is a metric of the saved weights, so KeepBest keeps nothing. Add one"
+                )
         if any(isinstance(getattr(loader, "sampler", None), DistributedSamplerWrapper) for loader in loaders):
             self._warn_once(
                 "Lightning wrapped the train dataloader's sampler for several ranks, and its random order can't be "
                 "resumed. Give the dataloader a torch.utils.data.DistributedSampler (or torchdata's "
                 "StatefulDistributedSampler) and set Trainer(use_distributed_sampler=False)"
             )
-        if not all(_is_stateful(loader) for loader in loaders):
+        if not self._loaders_stateful:
             self._warn_once(
-                "the train dataloader has no state_dict: a resume from the middle of an epoch, or from the end of one "
-                "without validation where check_val_every_n_epoch > 1, sees other data. "
+                "the train dataloader has no state_dict: a resume from the middle of an epoch sees other data. "
                 "Use torchdata.stateful_dataloader.StatefulDataLoader, or save with EveryNEpochs only"
             )
         if _lightning.reloads_dataloaders(trainer):
@@ -980,6 +1010,10 @@ def _gather_rng(trainer: Trainer) -> list[dict[str, Any]]:
 
 def _is_stateful(loader: Any) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def _same_folder(one: str, other: str) -> bool:
+    return one == other or ("://" not in one + other and os.path.realpath(one) == os.path.realpath(other))
 
 
 def _nothing() -> None:

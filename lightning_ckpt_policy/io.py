@@ -68,7 +68,11 @@ class AsyncCheckpointIO(CheckpointIO):
         self, storage_options: dict[str, Any] | None = None, *, save_timeout: float = DEFAULT_SAVE_TIMEOUT
     ) -> None:
         if not save_timeout > 0:
-            raise ValueError(f"save_timeout={save_timeout!r} must be a positive number of seconds")
+            raise ValueError(f"save_timeout={save_timeout!r} must be a positive number of seconds, e.g. 1800")
+        if storage_options is not None and not isinstance(storage_options, Mapping):
+            raise TypeError(
+                f"storage_options must be a dict of what fsspec.open takes, not a {type(storage_options).__name__}"
+            )
         self.save_timeout = save_timeout
         self.writer = BackgroundWriter()
         self._storage_options = storage_options
@@ -76,6 +80,8 @@ class AsyncCheckpointIO(CheckpointIO):
         self.managed = False
         # set by CheckpointPolicy: each opens a path of its store, verified, or returns None
         self.openers: list[Callable[[str], BinaryIO | None]] = []
+        # the policies' own, ended with this one
+        self.writers: list[BackgroundWriter] = []
         self._lock = threading.Lock()
         self._failed: tuple[str, BaseException] | None = None
         self._unreported: list[str] = []
@@ -140,7 +146,8 @@ class AsyncCheckpointIO(CheckpointIO):
             FileNotFoundError: There is nothing at ``path``.
             DamagedCheckpointError: The payload doesn't match its record.
         """
-        self.writer.drain()
+        for writer in (self.writer, *self.writers):
+            writer.drain()
         source = str(path)
         if weights_only is None:
             weights_only = _lightning.default_weights_only()
@@ -184,8 +191,9 @@ class AsyncCheckpointIO(CheckpointIO):
         Raises:
             CheckpointSaveError: The newest write failed, unless another error is on its way already.
         """
-        # a policy has waited already
-        if not self.writer.close(GRACE if self.managed else self.save_timeout + GRACE):
+        # a policy has waited for its own already
+        closed = [writer.close(GRACE) for writer in self.writers]
+        if not self.writer.close(self.save_timeout + GRACE) or not all(closed):
             self._warn("the fit ended with background work on checkpoints undone: the store didn't answer in time")
         failed, self._failed = self._failed, None
         self._report()

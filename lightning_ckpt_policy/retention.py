@@ -9,6 +9,7 @@ defines ``keep`` (and ``monitors`` if it ranks by a metric). There is nothing to
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
@@ -139,7 +140,9 @@ class KeepBest(Retention):
 
 @dataclass(frozen=True)
 class KeepSteps(Retention):
-    """Keep the checkpoints of exactly these optimizer steps; of several of one step the newest.
+    """Keep, for each of these optimizer steps, the first checkpoint at or past it; of several of one step the newest.
+
+    A global step may jump over a milestone (a GAN steps twice per batch), and a save may have had to wait a batch.
 
     Args:
         steps: The steps, each at least 1. Any iterable will do; they are stored sorted, each once.
@@ -157,11 +160,13 @@ class KeepSteps(Retention):
         object.__setattr__(self, "steps", whole_numbers("steps", self.steps, "KeepSteps([10_000, 50_000])"))
 
     def keep(self, records: Sequence[CheckpointRecord], now: float) -> set[int]:
-        newest = dict.fromkeys(self.steps, 0)
-        for record in records:
-            if record.step in newest:
-                newest[record.step] = max(newest[record.step], record.sequence)
-        return set(newest.values()) - {0}
+        ordered = sorted((record.step, -record.sequence) for record in records)
+        kept = set()
+        for step in self.steps:
+            index = bisect.bisect_left(ordered, (step,))
+            if index < len(ordered):
+                kept.add(-ordered[index][1])
+        return kept
 
 
 # Composition

@@ -44,6 +44,9 @@ class BackgroundWriter:
         self._pid = os.getpid()
         self._unregister: Callable[[], object] | None = None
 
+    def __reduce__(self) -> tuple[type[BackgroundWriter], tuple[()]]:
+        return type(self), ()  # a copy has nothing to do yet
+
     @property
     def saving(self) -> bool:
         """Whether a save is waiting or being written."""

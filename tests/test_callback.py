@@ -91,7 +91,7 @@ def drained(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def save(self: CheckpointPolicy, *args: Any) -> None:
         original(self, *args)
-        self._io.writer.drain(30)
+        self._writer.drain(30)
 
     monkeypatch.setattr(CheckpointPolicy, "_save", save)
 
@@ -265,7 +265,7 @@ def test_a_trigger_that_is_due_while_a_save_is_on_its_way_stays_due(tmp_path: Pa
         def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
             if trainer.global_step == 13:
                 gate.set()
-                trainer.checkpoint_callback._io.writer.drain(30)  # type: ignore[union-attr]
+                trainer.checkpoint_callback._writer.drain(30)  # type: ignore[union-attr]
 
     fit(tmp_path, policy(tmp_path, AtSteps([3, 6, 9])), callbacks=[Open()])
     assert steps(tmp_path) == [3, 13]
@@ -290,7 +290,7 @@ def test_case_26_what_stays(tmp_path: Path, drained: None, retention: Any, expec
     assert sorted(path.name for path in (tmp_path / "ckpt").glob("*.ckpt")) == [f"step-{s:010d}.ckpt" for s in expected]
     assert [record.step for record in used.deleted] == sorted(set(range(1, 11)) - set(expected))
     used._ledger.prune()  # type: ignore[union-attr]
-    assert used._io.writer.idle
+    assert used._writer.idle
 
 
 class Scripted(Net):
@@ -331,7 +331,7 @@ def test_case_25_nothing_is_deleted_before_its_replacement_is_confirmed(tmp_path
     class Look(Callback):
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             if trainer.global_step == 4:
-                trainer.checkpoint_callback._io.writer.drain(30)  # type: ignore[union-attr]
+                trainer.checkpoint_callback._writer.drain(30)  # type: ignore[union-attr]
             if trainer.global_step == 20:
                 seen.append(steps(tmp_path))
                 gate.set()
@@ -381,7 +381,7 @@ def test_case_28_a_slow_delete_holds_no_batch(tmp_path: Path, deletes: Faults) -
     class Open(Callback):
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             if trainer.global_step in (3, 6):
-                trainer.checkpoint_callback._io.writer.drain(30, saves_only=True)  # type: ignore[union-attr]
+                trainer.checkpoint_callback._writer.drain(30, saves_only=True)  # type: ignore[union-attr]
             if trainer.global_step == 25:
                 assert waiting.is_set()
                 gate.set()
@@ -445,7 +445,7 @@ def test_so_many_failures_in_a_row_end_the_run(tmp_path: Path, drained: None, wr
     with pytest.raises(CheckpointSaveError, match=r"2 saves in a row failed.*step-0000000002.*raise max_consec"):
         fit(tmp_path, used)
     assert used.last_model_path.endswith("step-0000000002.ckpt")
-    assert used._io.writer.idle
+    assert used._writer.idle
 
 
 def test_case_15_the_last_save_is_durable_when_fit_returns(tmp_path: Path, writes: Faults) -> None:
@@ -579,7 +579,7 @@ def test_a_damaged_newest_falls_back_to_the_one_before(
 def test_only_damaged_ones_are_an_error(tmp_path: Path, two_saved: list[Path]) -> None:
     for path in two_saved:
         flip(path)
-    with pytest.raises(DamagedCheckpointError):
+    with pytest.raises(DamagedCheckpointError, match=r"No older checkpoint.*start afresh"):
         fit(tmp_path, policy(tmp_path, EveryNTrainSteps(4)), ckpt_path="last")
 
 
@@ -592,7 +592,7 @@ def test_only_missing_payloads_are_an_error(tmp_path: Path, two_saved: list[Path
 
 def test_an_explicit_damaged_path_is_an_error(tmp_path: Path, two_saved: list[Path]) -> None:
     flip(two_saved[1])
-    with pytest.raises(DamagedCheckpointError, match=two_saved[1].name):
+    with pytest.raises(DamagedCheckpointError, match=rf'{two_saved[1].name}.*Pass ckpt_path="last"'):
         fit(tmp_path, policy(tmp_path, EveryNTrainSteps(4)), ckpt_path=str(two_saved[1]))
 
 
@@ -751,6 +751,52 @@ def test_two_policies_in_one_trainer(tmp_path: Path, drained: None) -> None:
     assert len({record.run_id for record in second}) == 1
 
 
+def test_two_policies_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    class Wait(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+            for callback in trainer.checkpoint_callbacks:
+                callback._writer.drain(30)  # type: ignore[attr-defined]
+
+    both = [CheckpointPolicy(tmp_path / name, AfterValidation(), KeepBest(9, "val_loss")) for name in ("a", "b")]
+    fit(tmp_path, both, callbacks=[Wait()], validate=True)
+    for used in both:
+        assert [record.step for record in used.store.records()] == [10, 20, 30]
+        assert all("val_loss" in record.metrics for record in used.store.records())
+
+
+def test_a_validation_whose_save_must_wait_is_warned_about(tmp_path: Path, writes: Faults) -> None:
+    gate = threading.Event()
+    writes.act = lambda call, name: gate.wait(30) and None if call == 1 else None  # type: ignore[func-returns-value]
+
+    class Open(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 13:
+                gate.set()
+                trainer.checkpoint_callback._writer.drain(30)  # type: ignore[union-attr]
+
+    used = policy(tmp_path, AtSteps([9]) | AfterValidation())
+    with pytest.warns(UserWarning, match="without that validation's metrics"):
+        fit(tmp_path, used, callbacks=[Open()], validate=True, max_epochs=2)
+    assert [(record.step, dict(record.metrics) != {}) for record in records(tmp_path)][:2] == [(9, False), (13, False)]
+
+
+def test_with_a_plain_loader_an_epochs_end_waits_for_the_save_before(tmp_path: Path, writes: Faults) -> None:
+    writes.act = lambda call, name: time.sleep(0.5)
+    fit(tmp_path, policy(tmp_path, EveryNEpochs(1)), train=lambda: loader("plain"))
+    assert steps(tmp_path) == [10, 20, 30]
+
+
+def test_a_monitor_without_a_validation_is_warned_about(tmp_path: Path) -> None:
+    keep = KeepBest(1, monitor="train_loss")
+    with pytest.warns(UserWarning, match=r"monitor='train_loss'.*no validation"):
+        fit(tmp_path, policy(tmp_path, EveryNEpochs(1), keep))
+
+
+def test_a_fit_that_saves_nothing_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"nothing was saved.*AfterValidation\(n=1\) was never due"):
+        fit(tmp_path, policy(tmp_path, AfterValidation()))
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda used: pickle.loads(pickle.dumps(used))])
 def test_a_policy_can_be_copied_and_pickled(tmp_path: Path, drained: None, copied: Any) -> None:
     used = policy(tmp_path, EveryNTrainSteps(4), KeepLast(1))
@@ -774,7 +820,7 @@ def test_a_delete_that_hangs_stops_no_save(tmp_path: Path, deletes: Faults, monk
 
     class Wait(Callback):
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            trainer.checkpoint_callback._io.writer.drain(30, saves_only=True)  # type: ignore[union-attr]
+            trainer.checkpoint_callback._writer.drain(30, saves_only=True)  # type: ignore[union-attr]
 
     used = policy(tmp_path, EveryNTrainSteps(5), KeepLast(1), save_on_train_end=True)
     with pytest.warns(UserWarning, match=r"could not be deleted.*TimeoutError"):
@@ -942,6 +988,9 @@ def test_a_save_of_the_user_stays_synchronous_and_equal(tmp_path: Path) -> None:
         ({"filename": 3}, TypeError, "filename=3"),
         ({"max_consecutive_failures": 0}, ValueError, "max_consecutive_failures=0"),
         ({"max_consecutive_failures": True}, ValueError, "max_consecutive_failures=True"),
+        ({"storage_options": "abc"}, TypeError, "storage_options must be a dict"),
+        ({"save_weights_only": "no"}, TypeError, "save_weights_only='no'"),
+        ({"save_on_train_end": 1}, TypeError, "save_on_train_end=1"),
         ({"save_timeout": 0}, ValueError, "save_timeout=0"),
         ({"verify": "always"}, ValueError, "verify='always'"),
         ({"save_timeout": float("nan")}, ValueError, "save_timeout=nan"),
@@ -959,8 +1008,10 @@ def test_an_unknown_protocol_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, CheckpointPolicy("nosuch://bucket/x", AtSteps([3])))
 
 
-def test_two_policies_on_one_folder_are_refused(tmp_path: Path) -> None:
-    twice = [policy(tmp_path, AtSteps([3])), CheckpointPolicy(f"{tmp_path}/ckpt/", AtSteps([4]))]
+@pytest.mark.parametrize("other", ["ckpt/", "./ckpt", "link"])
+def test_two_policies_on_one_folder_are_refused(tmp_path: Path, other: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "ckpt")
+    twice = [policy(tmp_path, AtSteps([3])), CheckpointPolicy(f"{tmp_path}/{other}", AtSteps([4]))]
     with pytest.raises(ValueError, match="two CheckpointPolicy callbacks share dirpath"):
         fit(tmp_path, twice)
 

@@ -79,11 +79,28 @@ def test_stateful_loader_resumes_exactly_anywhere(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("validate", [False, True], ids=["no validation", "validation"])
+class DrawsAtEpochEnds(Net):
+    def on_train_epoch_end(self) -> None:
+        torch.randn(3), random.random()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("model", [Net, DrawsAtEpochEnds])
+@pytest.mark.parametrize("kind", ["plain", "stateful"])
+@pytest.mark.parametrize(
+    "validation",
+    [
+        pytest.param({}, id="no validation"),
+        pytest.param({"validate": True}, id="validation"),
+        pytest.param({"validate": True, "check_val_every_n_epoch": 2}, id="validation every 2 epochs"),
+    ],
+)
 @pytest.mark.parametrize("save_at", [10, 20])
-def test_plain_loader_resumes_exactly_at_epoch_ends(tmp_path: Path, save_at: int, validate: bool) -> None:
+def test_any_loader_resumes_exactly_at_epoch_ends(
+    tmp_path: Path, save_at: int, validation: dict[str, Any], kind: str, model: Any
+) -> None:
     whole, _, second = interrupted_and_resumed(
-        tmp_path, save_at, save_at + 2, train=partial(loader, "plain"), validate=validate
+        tmp_path, save_at, save_at + 2, train=partial(loader, kind), model=model, **validation
     )
     assert second.batches == whole.batches[save_at:]
     assert differences(whole.final, second.final) == []
