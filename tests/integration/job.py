@@ -9,17 +9,20 @@ import argparse
 import os
 import signal
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_ckpt_policy
 from lightning_ckpt_policy import CheckpointPolicy
+from lightning_ckpt_policy.backends import LocalBackend
 from tests.models import Rows, fit, loader
 
 RULES = {name: getattr(lightning_ckpt_policy, name) for name in lightning_ckpt_policy.__all__}
@@ -41,6 +44,18 @@ class Disturb(Callback):
             raise RuntimeError(f"rank {trainer.global_rank} at step {trainer.global_step}")
 
 
+def disturb_writes(seconds: float, fail: bool) -> None:
+    original = LocalBackend.write_payload
+
+    def write_payload(backend: LocalBackend, name: str, *rest: Any) -> None:
+        time.sleep(seconds)
+        if fail:
+            raise PermissionError("the store refuses")
+        original(backend, name, *rest)
+
+    LocalBackend.write_payload = write_payload  # type: ignore[method-assign, assignment]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", type=Path, required=True)
@@ -56,7 +71,11 @@ def main() -> None:
     parser.add_argument("--crash-rank", type=int)
     parser.add_argument("--crash-how", default="raise", choices=["raise", "kill"])
     parser.add_argument("--no-policy", action="store_true")
+    parser.add_argument("--write-seconds", type=float, default=0.0, help="slows each payload's write down")
+    parser.add_argument("--fail-writes", action="store_true", help="lets each payload's write fail")
+    parser.add_argument("--group-timeout", type=float, default=1800.0, help="of the process group, seconds")
     args = parser.parse_args()
+    disturb_writes(args.write_seconds, args.fail_writes)
 
     policy = CheckpointPolicy(
         args.url or args.root / "ckpt",
@@ -66,7 +85,10 @@ def main() -> None:
     distributed: dict[str, Any] = {}
     train = partial(loader, args.loader, batches=10 * args.devices)
     if args.devices > 1:
-        distributed = {"strategy": "ddp", "use_distributed_sampler": args.loader == "plain"}
+        distributed = {
+            "strategy": DDPStrategy(timeout=timedelta(seconds=args.group_timeout)),
+            "use_distributed_sampler": args.loader == "plain",
+        }
         if args.loader == "stateful":
             rank = int(os.environ.get("LOCAL_RANK", 0))
             sampler = DistributedSampler(Rows(40 * args.devices), args.devices, rank, seed=3)
