@@ -780,6 +780,10 @@ class CheckpointPolicy(Checkpoint):
         self._report(trainer, final=True, exception=exception)
         self._end_attempt("stopped" if isinstance(exception, (KeyboardInterrupt, SIGTERMException)) else "error")
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take back what a fit that had nothing left to train was prepared with."""
+        self._release()
+
     def _end_attempt(self, status: str) -> None:
         assert self._ledger is not None
         if self._superseded:
