@@ -138,6 +138,7 @@ class CheckpointPolicy(Checkpoint):
         self._asked_for_last = False
         self._loaded: dict[str, Any] | None = None
         self._resumed: CheckpointRecord | None = None
+        self._began = False
         self._release_loaders: Callable[[], None] = _nothing
         self._release_rng: Callable[[], None] = _nothing
         # manual optimization: the optimizers that stepped in this batch
@@ -273,6 +274,7 @@ class CheckpointPolicy(Checkpoint):
         self._install_io(trainer)
         self._loaded = None
         self._resumed = None
+        self._began = False
         if trainer.strategy.broadcast(self._selected is None) != (self._selected is None):
             raise CheckpointError(
                 f'ckpt_path="last": rank {trainer.global_rank} and rank 0 don\'t find the same checkpoints in '
@@ -428,29 +430,8 @@ class CheckpointPolicy(Checkpoint):
         self._superseded = False
         self._held = None
         self._may_stop_late = any(isinstance(callback, EarlyStopping) for callback in _lightning.callbacks(trainer))
-        store = self.store
-        self._deleted_before = self.deleted
-        self._ledger = None
-
-        def begin() -> Attempt:
-            attempt = self._begin_attempt(store, same_process)
-            # from now on an older process of this run confirms nothing more
-            records = _marked(store, store.records())
-            swept = store.sweep(attempt.run_id, attempt.number)
-            if swept:
-                rank_zero_info(f"Removed what an interrupted save left in {store.url!r}: {', '.join(swept)}")
-            self._ledger = Ledger(
-                store,
-                attempt,
-                self.retention,
-                [record for record in records if record.run_id == attempt.run_id],
-                frozenset() if self._resumed is None else frozenset({self._resumed.path}),
-                self._writer,
-                self.filename,
-            )
-            return attempt
-
-        self._attempt = _on_rank_zero(trainer, begin)
+        self._began = True
+        self._attempt = _on_rank_zero(trainer, lambda: self._begin(same_process))
         self._active = True
         self._warn_about_limits(trainer, pl_module)
         self._watch_optimizers(trainer, pl_module)
@@ -464,6 +445,28 @@ class CheckpointPolicy(Checkpoint):
         if self._loaded["point"] == EPOCH_END:
             _lightning.end_current_epoch(trainer)
         self._release_rng = _lightning.after_train_start(trainer, lambda: self._restore_rng(trainer))
+
+    def _begin(self, same_process: bool) -> Attempt:
+        """Begin an attempt, and clear up after those before it."""
+        store = self.store
+        self._deleted_before = self.deleted
+        self._ledger = None
+        attempt = self._begin_attempt(store, same_process)
+        # from now on an older process of this run confirms nothing more
+        records = _marked(store, store.records())
+        swept = store.sweep(attempt.run_id, attempt.number)
+        if swept:
+            rank_zero_info(f"Removed what an interrupted save left in {store.url!r}: {', '.join(swept)}")
+        self._ledger = Ledger(
+            store,
+            attempt,
+            self.retention,
+            [record for record in records if record.run_id == attempt.run_id],
+            frozenset() if self._resumed is None else frozenset({self._resumed.path}),
+            self._writer,
+            self.filename,
+        )
+        return attempt
 
     def _begin_attempt(self, store: CheckpointStore, same_process: bool) -> Attempt:
         records = store.records()
@@ -488,6 +491,7 @@ class CheckpointPolicy(Checkpoint):
             if attempts:
                 latest = max(attempts, key=lambda attempt: attempt.created_at)
                 return store.start_attempt(latest.run_id, latest.parent)
+            return store.start_attempt(store.interrupted_start() or _new_run_id(), None)
         return store.start_attempt(_new_run_id(), None)
 
     def _watch_optimizers(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -744,6 +748,21 @@ class CheckpointPolicy(Checkpoint):
             self._active = False
             self._release()
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Where nothing was left to train, still clear up after a save or delete that was interrupted."""
+        if self._began or self._resumed is None or not trainer.is_global_zero or _lightning.fast_dev_run(trainer):
+            return
+        try:
+            self._attempt = self._begin(same_process=False)
+            assert self._ledger is not None
+            self._ledger.prune()
+            self._writer.close(DELETE_TIMEOUT + GRACE)
+            self._end_attempt("finished")
+        except (OSError, CheckpointError) as error:  # the training is complete and saved
+            rank_zero_warn(
+                f"What an earlier attempt left in {self.store.url!r} could not be removed: {_describe(error)}"
+            )
+
     def _finish(self, trainer: Trainer, confirmed: bool, pruned: bool, status: str) -> None:
         self._report(trainer, final=True)
         if not self.history and not self._newest():
@@ -951,7 +970,7 @@ def _lineage(records: list[CheckpointRecord]) -> list[CheckpointRecord]:
     """The records of the run that holds the highest sequence, newest first."""
     if not records:
         return []
-    newest_first = sorted(records, key=lambda record: record.sequence, reverse=True)
+    newest_first = sorted(records, key=lambda record: (record.sequence, record.created_at, record.path), reverse=True)
     return [record for record in newest_first if record.run_id == newest_first[0].run_id]
 
 

@@ -184,10 +184,15 @@ class Ledger:
         return retrying(save.given_up)(once)
 
     def _delete(self, record: CheckpointRecord) -> None:
-        try:
+        def once() -> bool:
             if self.store.superseded(self.attempt):
+                return False
+            self.store.delete(record)
+            return True
+
+        try:
+            if not retrying()(once):
                 return
-            retrying()(self.store.delete, record)
         except PinnedError:
             with self._lock:
                 self._deleting.discard(record.path)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import random
 import threading
 import time
 
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from lightning_ckpt_policy.errors import DamagedCheckpointError
 
@@ -15,6 +16,14 @@ _FINAL_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG}
 )
 _FINAL_TYPES = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+
+
+_backoff = wait_exponential(multiplier=0.2, max=20)
+_chance = random.Random()  # tenacity's own jitter draws from the generator that training uses
+
+
+def _wait(state: RetryCallState) -> float:
+    return _backoff(state) + _chance.uniform(0, 0.2)
 
 
 def is_transient(error: BaseException) -> bool:
@@ -42,7 +51,7 @@ def retrying(stop: threading.Event | None = None) -> Retrying:
     """
     return Retrying(
         stop=stop_after_attempt(TRIES),
-        wait=wait_exponential(multiplier=0.2, max=20) + wait_random(0, 0.2),
+        wait=_wait,
         retry=retry_if_exception(is_transient),
         sleep=time.sleep if stop is None else stop.wait,  # type: ignore[arg-type]
         reraise=True,

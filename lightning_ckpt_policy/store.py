@@ -358,7 +358,9 @@ class CheckpointStore:
                 backend.write(record.path + PENDING_SUFFIX, _to_json(marker), owner=_owner(marker))
             except BaseException as error:
                 with contextlib.suppress(Exception):  # half a marker can't be understood, and nothing is deleted yet
-                    backend.delete(record.path + PENDING_SUFFIX)
+                    there = self._read_marker(record.path)
+                    if there is None or there.token == marker.token:
+                        backend.delete(record.path + PENDING_SUFFIX)
                 # a full disk has no room for the marker either, and the delete is what makes room: the worst that a
                 # kill between the next two steps leaves is a payload that nobody owns
                 if not (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
@@ -478,7 +480,19 @@ class CheckpointStore:
             if not self._undo(pending) and isinstance(error, OSError):
                 raise self._swept(pending) from error
             raise
-        with contextlib.suppress(Exception):  # a marker beside a record does no harm; the next sweep takes it away
+        try:
+            marker = self._read_marker(pending.name)
+        except Exception:
+            return record  # a marker beside a record does no harm; the next sweep takes it away
+        if marker is not None and marker.token != pending.token:
+            return record  # a later attempt has begun to delete it
+        if marker is None and backend.size(pending.name) is None:
+            # a later attempt swept the payload just before the record was written
+            with contextlib.suppress(Exception):
+                if backend.read(pending.name + RECORD_SUFFIX) == record.to_json():
+                    backend.delete(pending.name + RECORD_SUFFIX)
+            raise self._swept(pending)
+        with contextlib.suppress(Exception):
             backend.delete(pending.name + PENDING_SUFFIX)
         return record
 
@@ -520,7 +534,8 @@ class CheckpointStore:
         def sweep_temporaries(folder: str, names: Mapping[str, object]) -> None:
             for name in sorted(names):
                 match = temporaries.fullmatch(name)
-                if match and int(match[1]) < before_attempt:
+                # a start that was killed before its attempt had its name left one of this attempt's number
+                if match and int(match[1]) < before_attempt + (folder == _ATTEMPTS):
                     try_to(remove, f"{folder}/{name}" if folder else name)
 
         def try_to(do: Callable[[str], None], name: str) -> None:
@@ -560,6 +575,14 @@ class CheckpointStore:
             except (RecordError, *_UNREADABLE) as error:
                 self._warn(path, f"{self._full(path)!r} is skipped, it isn't an attempt: {self._redacted(error)}")
         return sorted(found, key=lambda attempt: (attempt.run_id, attempt.number))
+
+    def interrupted_start(self) -> str | None:
+        """The run whose very first start was killed before its attempt was noted; None if there is none."""
+        for name in sorted(self.backend.entries(_ATTEMPTS)):
+            match = re.fullmatch(r"\.(.+)-000001\.[0-9a-f]{8}\.tmp", name)
+            if match and is_safe_run_id(match[1]):
+                return match[1]
+        return None
 
     def start_attempt(self, run_id: str, parent: str | None = None) -> Attempt:
         """Begin an attempt of a run. From now on every earlier one is superseded.
@@ -757,6 +780,8 @@ class CheckpointStore:
         name = pending.name
         try:
             marker = self._read_marker(name)
+            if marker is None and backend.size(name + RECORD_SUFFIX) is None:
+                backend.delete(name)  # an upload that ended after the sweep: nobody else has the name
             if marker is None or marker.token != pending.token:
                 return False  # swept: whatever has the name now is someone else's
             backend.delete(name + RECORD_SUFFIX)  # if this can't go, the payload must stay with it

@@ -944,6 +944,38 @@ def test_nothing_is_left_in_lightning_and_torch(tmp_path: Path, drained: None) -
         assert all(not optimizer._optimizer_step_post_hooks for optimizer in trainer.optimizers)
 
 
+def test_retries_draw_no_random_numbers_of_the_training(tmp_path: Path, writes: Faults) -> None:
+    def act(call: int, name: str) -> None:
+        if call in (1, 3):
+            raise OSError(5, "try again")
+
+    writes.act = act
+    without = fit(tmp_path, None)
+    used = policy(tmp_path, AtSteps([3, 9, 15]), save_on_train_end=True)
+
+    class Wait(Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            used._writer.drain(30)
+
+    saved = fit(tmp_path, used, callbacks=[Wait()])
+    assert len(writes.calls) == 6
+    assert differences(without.final, saved.final) == []
+
+
+def test_a_restart_with_nothing_left_to_train_still_clears_up(tmp_path: Path, drained: None) -> None:
+    fit(tmp_path, policy(tmp_path, EveryNTrainSteps(4), KeepAll()), max_steps=8)
+    run = records(tmp_path)[0].run_id
+    CheckpointStore(str(tmp_path / "ckpt")).begin(8, run, 1)
+    used = policy(tmp_path, EveryNTrainSteps(4), KeepLast(1))
+    fit(tmp_path, used, ckpt_path="last", max_steps=8)
+    assert sorted(path.name for path in (tmp_path / "ckpt").iterdir() if path.is_file()) == [
+        "step-0000000008.ckpt",
+        "step-0000000008.ckpt.json",
+    ]
+    assert "ckpt-writer" not in [thread.name for thread in threading.enumerate()]
+    assert [attempt.status for attempt in used.store.attempts()] == ["finished", "finished"]
+
+
 # the same training with and without
 
 
