@@ -37,7 +37,7 @@ from lightning_ckpt_policy.retention import KeepAll, KeepLast, Retention, as_ret
 from lightning_ckpt_policy.rng import collect_rng_state, restore_rng_state
 from lightning_ckpt_policy.store import Attempt, CheckpointStore
 from lightning_ckpt_policy.triggers import EveryNEpochs, Progress, Trigger, as_trigger
-from lightning_ckpt_policy.writer import BackgroundWriter
+from lightning_ckpt_policy.writer import BackgroundWriter, run_within
 
 STATE_KEY = "lightning_ckpt_policy"
 STATE_VERSION = 1
@@ -245,7 +245,7 @@ class CheckpointPolicy(Checkpoint):
             return self._newest()
         monitor, mode = self.retention.monitors[0]
         if self._ledger is not None:
-            return best(self._ledger.records, monitor, mode)
+            return best(self._ledger.kept, monitor, mode)
         return self.store.best(monitor, mode) if self._store is not None or self.dirpath is not None else None
 
     def _score(self, record: CheckpointRecord | None) -> torch.Tensor | None:
@@ -776,6 +776,7 @@ class CheckpointPolicy(Checkpoint):
         if error is None and not confirmed:
             error = TimeoutError(f"the store didn't answer within save_timeout={self.save_timeout:g} s")
         if error is not None:
+            self._end_attempt("error")
             raise CheckpointSaveError(
                 f"the last save of this fit could not be confirmed in {self.store.url!r}: {_describe(error)}. "
                 f"The newest confirmed checkpoint is {self.last_model_path or 'none'}"
@@ -807,9 +808,17 @@ class CheckpointPolicy(Checkpoint):
         assert self._ledger is not None
         if self._superseded:
             return
-        try:
-            self.store.finish_attempt(self._ledger.attempt, status)
-        except Exception as error:  # only a note of how it ended; it must mask nothing
+        attempt, errors = self._ledger.attempt, []
+
+        def note() -> None:
+            try:
+                self.store.finish_attempt(attempt, status)
+            except Exception as error:  # only a note of how it ended; it must mask nothing
+                errors.append(error)
+
+        if not run_within(note, min(GRACE, self.save_timeout)):
+            errors.append(TimeoutError("the store didn't answer in time"))
+        for error in errors:
             rank_zero_warn(f"The end of this attempt could not be noted in {self.store.url!r}: {_describe(error)}")
 
     def _tell_loggers(self, trainer: Trainer, exception: BaseException | None) -> None:

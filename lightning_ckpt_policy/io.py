@@ -20,7 +20,7 @@ from lightning_ckpt_policy import _lightning
 from lightning_ckpt_policy.backends import make_backend
 from lightning_ckpt_policy.errors import CheckpointSaveError
 from lightning_ckpt_policy.ledger import Ledger
-from lightning_ckpt_policy.retry import retrying
+from lightning_ckpt_policy.retry import forget_frames, retrying
 from lightning_ckpt_policy.snapshot import Image, take_snapshot
 from lightning_ckpt_policy.writer import BackgroundWriter
 
@@ -204,6 +204,7 @@ class AsyncCheckpointIO(CheckpointIO):
             ) from failed[1]
 
     def _fail(self, target: str, error: BaseException) -> None:
+        forget_frames(error)
         with self._lock:
             self._failed = (target, error)
         self._warn(f"{target!r} could not be written: {type(error).__name__}: {error}. Older checkpoints are kept")

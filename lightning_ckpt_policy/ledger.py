@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -15,7 +16,7 @@ from lightning_ckpt_policy import retention as retention_rules
 from lightning_ckpt_policy.errors import CheckpointSaveError, PinnedError, SupersededError
 from lightning_ckpt_policy.record import CheckpointRecord
 from lightning_ckpt_policy.retention import Retention
-from lightning_ckpt_policy.retry import retrying
+from lightning_ckpt_policy.retry import forget_frames, retrying
 from lightning_ckpt_policy.snapshot import Image
 from lightning_ckpt_policy.store import Attempt, CheckpointStore
 from lightning_ckpt_policy.writer import BackgroundWriter
@@ -54,6 +55,11 @@ class _Save:
 
     def __init__(self) -> None:
         self.given_up = threading.Event()
+        self._settled = threading.Lock()
+
+    def settle(self) -> bool:
+        """Whether the caller is the one who may say how this save ended: the first who asks."""
+        return self._settled.acquire(blocking=False)
 
     def guard(self) -> None:
         if self.given_up.is_set():
@@ -93,6 +99,7 @@ class Ledger:
         self._records = sorted(records, key=lambda record: record.sequence)
         self._protect = protect
         self._deleting: set[str] = set()
+        self._doomed: set[str] = set()  # of these a delete was begun at least
         self._held: tuple[Image, Mapping[str, Any]] | None = None
         self._lock = threading.Lock()
 
@@ -101,6 +108,12 @@ class Ledger:
         """The run's confirmed checkpoints that weren't deleted, by sequence."""
         with self._lock:
             return list(self._records)
+
+    @property
+    def kept(self) -> list[CheckpointRecord]:
+        """Those of `records` that no delete was begun of: their files are there."""
+        with self._lock:
+            return [record for record in self._records if record.path not in self._doomed]
 
     def submit(self, image: Image, draft: Mapping[str, Any], timeout: float | None) -> None:
         """Queue a save.
@@ -117,10 +130,14 @@ class Ledger:
             try:
                 record = self._commit(save, image, draft)
             except BaseException as error:
-                if not save.given_up.is_set():
+                if save.settle():
+                    forget_frames(error)
                     self.events.append(SaveOutcome(draft["step"], None, error, held))
                     self.prune()  # what couldn't be deleted before may be what fills the disk
             else:
+                if not save.settle():
+                    self._take_back(record)
+                    return
                 with self._lock:
                     self._records.append(record)
                     self._protect = frozenset()
@@ -130,6 +147,8 @@ class Ledger:
                 image.release()
 
         def give_up() -> None:
+            if not save.settle():
+                return  # it ended at this very moment
             save.given_up.set()
             image.release()
             error = CheckpointSaveError(
@@ -139,6 +158,12 @@ class Ledger:
             self.events.append(SaveOutcome(draft["step"], None, error, held))
 
         self.writer.submit(run, timeout=timeout, on_timeout=give_up)
+
+    def _take_back(self, record: CheckpointRecord) -> None:
+        """Delete what a hung store took at last, after its save had been reported as failed."""
+        with contextlib.suppress(Exception):  # if it stays, it is whole, and the next start finds it
+            if not self.store.superseded(self.attempt):
+                self.store.delete(record)
 
     def hold(self, image: Image, draft: Mapping[str, Any]) -> None:
         """Keep a captured state back, until it is known whether it is the last one of a fit."""
@@ -160,6 +185,7 @@ class Ledger:
             doomed = retention_rules.plan(self.retention, self._records, now=time.time(), protect=self._protect)
             doomed = [record for record in doomed if record.path not in self._deleting]
             self._deleting.update(record.path for record in doomed)
+            self._doomed.update(record.path for record in doomed)
         for record in doomed:
             self.writer.submit_cleanup(
                 functools.partial(self._delete, record),
@@ -196,6 +222,7 @@ class Ledger:
         except PinnedError:
             with self._lock:
                 self._deleting.discard(record.path)
+                self._doomed.discard(record.path)
                 self._records = [
                     dataclasses.replace(other, pinned=True) if other.path == record.path else other
                     for other in self._records
@@ -212,6 +239,7 @@ class Ledger:
         self._not_deleted(record, TimeoutError(f"the store didn't delete it within {DELETE_TIMEOUT:g} s"))
 
     def _not_deleted(self, record: CheckpointRecord, error: Exception) -> None:
+        forget_frames(error)
         with self._lock:
             self._deleting.discard(record.path)
         self.events.append(DeleteFailure(record, error))

@@ -6,6 +6,7 @@ import errno
 import random
 import threading
 import time
+import traceback
 
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
@@ -56,3 +57,15 @@ def retrying(stop: threading.Event | None = None) -> Retrying:
         sleep=time.sleep if stop is None else stop.wait,  # type: ignore[arg-type]
         reraise=True,
     )
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of what the frames of an error hold, as the bytes that were being written, before it is kept."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            pending += [one.__cause__, one.__context__]

@@ -169,6 +169,7 @@ class CheckpointStore:
         self._options = dict(storage_options or {})
         self._used: set[str] = set()  # names given out by this process
         self._sequence = 0
+        self._numbered: set[str] = set()  # records whose sequence is known
         self._numbers: dict[str, int] = {}  # run -> this process's attempt
         self._parsed: dict[str, tuple[Entry, CheckpointRecord | None]] = {}
         self._warned: set[str] = set()
@@ -399,12 +400,13 @@ class CheckpointStore:
         """
         base = _base_name(filename, step)
         backend = self.backend
-        _, taken = self._scan()
+        taken = backend.names()
+        self._learn_sequences(taken)
         version = 0
         while True:
             name = f"{base}-v{version}{PAYLOAD_SUFFIX}" if version else f"{base}{PAYLOAD_SUFFIX}"
             version += 1
-            if name in self._used or not taken.keys().isdisjoint((name, name + RECORD_SUFFIX, name + PENDING_SUFFIX)):
+            if name in self._used or not taken.isdisjoint((name, name + RECORD_SUFFIX, name + PENDING_SUFFIX)):
                 continue
             pending = Pending(name=name, run_id=run_id, attempt=attempt, created_at=time.time())
             try:
@@ -412,7 +414,7 @@ class CheckpointStore:
             except FileExistsError:
                 continue
             self._used.add(name)
-            # a listing may be late, so that the name was taken after all
+            # another process may have taken the name, and be done with it, in the meantime
             if backend.size(name) is None and backend.size(name + RECORD_SUFFIX) is None:
                 return pending
             backend.delete(name + PENDING_SUFFIX)
@@ -480,6 +482,7 @@ class CheckpointStore:
             if not self._undo(pending) and isinstance(error, OSError):
                 raise self._swept(pending) from error
             raise
+        self._numbered.add(pending.name + RECORD_SUFFIX)
         try:
             marker = self._read_marker(pending.name)
         except Exception:
@@ -677,6 +680,7 @@ class CheckpointStore:
                 self._skip(name, str(error))
             parsed[name] = (listed[name], record)
         self._parsed = parsed
+        self._numbered.update(parsed)
         found = [record for _, record in parsed.values() if record is not None]
         found.sort(key=lambda record: (record.sequence, record.created_at, record.path))
         if found:
@@ -755,15 +759,37 @@ class CheckpointStore:
             self.backend.write(record.path + RECORD_SUFFIX, changed.to_json(), owner=owner)
         return changed
 
+    def _learn_sequences(self, names: set[str]) -> None:
+        """Take note of the sequences of records that another process has written since the last look."""
+        suffix = PAYLOAD_SUFFIX + RECORD_SUFFIX
+        new = sorted(name for name in names - self._numbered if name.endswith(suffix) and is_safe_name(name))
+        small = [name for name in new if 0 <= (self.backend.size(name) or -1) <= MAX_RECORD_BYTES]
+        for name, data in self.backend.read_many(small).items():
+            if isinstance(data, (FileNotFoundError, *_UNREADABLE)):
+                continue
+            if isinstance(data, Exception):
+                raise data
+            self._numbered.add(name)
+            with contextlib.suppress(RecordError), self._lock:
+                self._sequence = max(self._sequence, _parse_record(name, data).sequence)
+
     def _next_sequence(self) -> int:
         with self._lock:
             self._sequence += 1
             return self._sequence
 
     def _check_ours(self, pending: Pending) -> None:
-        marker = self._read_marker(pending.name)
-        if marker is None or marker.token != pending.token:
-            raise self._swept(pending)
+        try:
+            marker = _from_json(Pending, self.backend.read(pending.name + PENDING_SUFFIX))
+        except FileNotFoundError:
+            raise self._swept(pending) from None
+        except RecordError as error:
+            raise self._spoiled(pending) from error
+        if marker.token != pending.token:
+            raise self._spoiled(pending) if marker.attempt <= pending.attempt else self._swept(pending)
+
+    def _spoiled(self, pending: Pending) -> DamagedCheckpointError:
+        return DamagedCheckpointError(f"{self._full(pending.name + PENDING_SUFFIX)!r} isn't what was written there")
 
     def _swept(self, pending: Pending) -> SupersededError:
         return SupersededError(
@@ -779,11 +805,15 @@ class CheckpointStore:
         backend = self.backend
         name = pending.name
         try:
-            marker = self._read_marker(name)
-            if marker is None and backend.size(name + RECORD_SUFFIX) is None:
-                backend.delete(name)  # an upload that ended after the sweep: nobody else has the name
-            if marker is None or marker.token != pending.token:
-                return False  # swept: whatever has the name now is someone else's
+            try:
+                self._check_ours(pending)
+            except SupersededError:
+                # swept: whatever has the name now is someone else's, unless nobody has it and an upload ended late
+                if backend.size(name + PENDING_SUFFIX) is None and backend.size(name + RECORD_SUFFIX) is None:
+                    backend.delete(name)
+                return False
+            except DamagedCheckpointError:
+                pass  # our own marker, spoiled: it goes too
             backend.delete(name + RECORD_SUFFIX)  # if this can't go, the payload must stay with it
             temporary = backend.temporary(name, pending.token)
             if temporary is not None:

@@ -101,10 +101,19 @@ class BackgroundWriter:
         if os.getpid() != self._pid:
             return True
         drained = self.drain(timeout)
+        dropped: list[Job | None] = []
         with self._condition:
             thread, self._thread = self._thread, None
             self._closing = True
+            if not drained:  # whoever waited is told that this is lost: it mustn't come about later
+                dropped = [on_timeout for _, _, on_timeout in (*self._saves, *self._cleanups)]
+                self._saves.clear()
+                self._cleanups.clear()
+                self._running = None
             self._condition.notify_all()
+        for given_up in dropped:
+            if given_up is not None:
+                given_up()
         if thread is not None and drained:
             thread.join()
         if self._unregister is not None:
@@ -135,29 +144,30 @@ class BackgroundWriter:
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._saves or self._cleanups or self._thread is not me)
+                if self._thread is not me:
+                    return
                 if self._saves:
                     job, timeout, on_timeout = self._saves.popleft()
                     self._running = "save"
-                elif self._cleanups:
+                else:
                     job, timeout, on_timeout = self._cleanups.popleft()
                     self._running = "cleanup"
-                else:
-                    return
             try:
                 if timeout is None:
                     job()
-                elif not _run_within(job, timeout) and on_timeout is not None:
+                elif not run_within(job, timeout) and on_timeout is not None:
                     on_timeout()
             except BaseException:  # a job reports its own errors: this one is a bug, and must not end the thread
                 log.exception("a background checkpoint job failed")
             finally:
                 del job, on_timeout
                 with self._condition:
-                    self._running = None
-                    self._condition.notify_all()
+                    if self._thread is me:  # else it was closed over this job, and another thread may be at work
+                        self._running = None
+                        self._condition.notify_all()
 
 
-def _run_within(job: Job, timeout: float) -> bool:
+def run_within(job: Job, timeout: float) -> bool:
     """Run ``job`` in a thread of its own; whether it ended within ``timeout`` seconds."""
     worker = threading.Thread(target=job, name="ckpt-save", daemon=True)
     worker.start()

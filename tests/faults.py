@@ -232,13 +232,14 @@ class FaultFileSystem(AbstractFileSystem):
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
         def call(faults: set[str]) -> Any:
-            before = self._listings.get(path)
+            key = (path, detail)
+            before = self._listings.get(key)
             try:
-                self._listings[path] = self.target.ls(path, detail=detail, **kwargs)
+                self._listings[key] = self.target.ls(path, detail=detail, **kwargs)
             except FileNotFoundError:
                 if "lag" not in faults or before is None:
                     raise
-            return before if "lag" in faults and before is not None else self._listings[path]
+            return before if "lag" in faults and before is not None else self._listings[key]
 
         return self.schedule.around("ls", path, call)
 

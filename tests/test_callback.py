@@ -430,8 +430,10 @@ def test_case_14_a_fit_whose_only_save_fails_ends_with_an_error(tmp_path: Path, 
         raise PermissionError("no")
 
     writes.act = act
+    used = policy(tmp_path, AtSteps([30]))
     with pytest.raises(CheckpointSaveError, match=r"last save of this fit.*PermissionError: no.*none"):
-        fit(tmp_path, policy(tmp_path, AtSteps([30])))
+        fit(tmp_path, used)
+    assert [attempt.status for attempt in used.store.attempts()] == ["error"]
     assert list((tmp_path / "ckpt").glob("*.ckpt*")) == []
 
 
