@@ -670,7 +670,7 @@ class CheckpointPolicy(Checkpoint):
                 "world_size": trainer.world_size,
                 "weights_only": self.save_weights_only,
             }
-            request = SaveRequest(self._ledger, draft, started, hold)
+            request = SaveRequest(self._ledger, draft, started, self.save_timeout, hold)
         self._capturing = (now, point)
         try:
             trainer.save_checkpoint(self.store.url, self.save_weights_only, storage_options=request)

@@ -37,6 +37,7 @@ class SaveRequest:
     ledger: Ledger
     draft: Mapping[str, Any]
     started: float
+    save_timeout: float
     hold: bool = False  # keep it back until it is known whether it is the last one
 
 
@@ -105,7 +106,7 @@ class AsyncCheckpointIO(CheckpointIO):
             if storage_options.hold:
                 storage_options.ledger.hold(image, draft)
             else:
-                storage_options.ledger.submit(image, draft, self.save_timeout)
+                storage_options.ledger.submit(image, draft, storage_options.save_timeout)
             return
         target, options = str(path), {**(self._storage_options or {}), **(storage_options or {})}
         if self.managed:
