@@ -540,8 +540,13 @@ class CheckpointPolicy(Checkpoint):
             time=time.monotonic(),
         )
         reasons = self.trigger.due(now, self._since)
-        ending = self.save_on_train_end and _is_ending(trainer, now, epoch_ends)
-        if not (reasons or ending or (epoch_ends and self._may_stop_late) or self._exchanges_always(trainer)):
+        ending = _is_ending(trainer, now, epoch_ends)
+        if not (
+            reasons
+            or (ending and self.save_on_train_end)
+            or (epoch_ends and self._may_stop_late)
+            or self._exchanges_always(trainer)
+        ):
             return
         if self._gradients_pending(trainer, pl_module) or _lightning.validation_is_due(trainer):
             return
@@ -583,7 +588,7 @@ class CheckpointPolicy(Checkpoint):
         if self._gradients_pending(trainer, pl_module):
             return
         reasons = self.trigger.due(now, self._since)
-        ending = self.save_on_train_end and _is_ending(trainer, now, epoch_ends)
+        ending = _is_ending(trainer, now, epoch_ends)
         self._consider(trainer, now, VALIDATION_END, reasons, ending, epoch_ends)
 
     def _gradients_pending(self, trainer: Trainer, pl_module: LightningModule) -> bool:
@@ -601,11 +606,12 @@ class CheckpointPolicy(Checkpoint):
         hold = False
         if now.step == self._since.step:
             reasons = ()
-        elif ending and not reasons:
-            reasons = (TRAIN_END,)
-        elif epoch_ends and self._may_stop_late and self.save_on_train_end and not reasons:
-            # EarlyStopping decides after the last save point: only then it is known whether this state is the last
-            reasons, hold = (TRAIN_END,), True
+        elif self.save_on_train_end and not reasons:
+            if ending:
+                reasons = (TRAIN_END,)
+            elif epoch_ends and self._may_stop_late:
+                # EarlyStopping decides after the last save point: only then it is known whether this state is the last
+                reasons, hold = (TRAIN_END,), True
         if reasons and (ending or (epoch_ends and not self._loaders_stateful and not hold)):
             # the last chance of the fit; or of the epoch, since within one a plain loader can't be resumed exactly
             self._drain(trainer, self.save_timeout + GRACE, saves_only=True)

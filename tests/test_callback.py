@@ -257,6 +257,12 @@ def test_a_stop_after_the_last_point_that_nobody_announced_is_warned_about(tmp_p
         fit(tmp_path, policy(tmp_path, AtSteps([4]), save_on_train_end=True), callbacks=[Stop()])
 
 
+def test_what_is_due_at_the_last_step_waits_for_the_save_before(tmp_path: Path, writes: Faults) -> None:
+    writes.act = lambda call, name: time.sleep(0.5)
+    fit(tmp_path, policy(tmp_path, AtSteps([28, 30])))
+    assert steps(tmp_path) == [28, 30]
+
+
 def test_a_trigger_that_is_due_while_a_save_is_on_its_way_stays_due(tmp_path: Path, writes: Faults) -> None:
     gate = threading.Event()
     writes.act = lambda call, name: gate.wait(30) and None if call == 1 else None  # type: ignore[func-returns-value]
