@@ -195,7 +195,9 @@ def test_averaged_weights(tmp_path: Path, save_at: int, validate: bool) -> None:
     assert_exact(whole, second, save_at)
 
 
-def test_a_crash_during_validation(tmp_path: Path) -> None:
+def test_a_crash_during_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drained_saves(monkeypatch)
+
     class Breaks(Net):
         broken = True
 

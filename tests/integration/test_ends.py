@@ -368,7 +368,7 @@ class Signalled(Callback):
             writer.drain(20)
         elif trainer.global_step == 9:
             print("SAVING", writer.saving, flush=True)
-            wait_for(lambda: trainer.received_sigterm, 50)
+            wait_for(lambda: trainer.received_sigterm, 900)  # the tests before may take their time
 
 
 class Crash(Callback):
