@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
 import re
 import threading
@@ -16,6 +17,7 @@ import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
+from urllib.parse import quote, quote_plus
 
 import fsspec
 import fsspec.core
@@ -566,9 +568,17 @@ def redact(text: str, storage_options: Mapping[str, Any] | None) -> str:
     >>> redact("bad key abcdef", {"secret": "abcdef"})
     'bad key ***'
     """
-    for value in sorted(_texts(storage_options or {}), key=len, reverse=True):
-        text = text.replace(value, "***")
+    forms = {form for value in _texts(storage_options or {}) for form in _forms(value)}
+    for form in sorted(forms, key=len, reverse=True):
+        text = text.replace(form, "***")
     return text
+
+
+def _forms(value: str) -> set[str]:
+    """How a value may be written in an error: as it is, quoted as in Python, JSON or a URL, or line by line."""
+    lines = [line for line in value.splitlines() if len(line) >= 8]
+    quoted = {repr(value)[1:-1], json.dumps(value)[1:-1], quote(value), quote(value, safe=""), quote_plus(value)}
+    return {value, *lines, *quoted}
 
 
 def _texts(value: object) -> Iterator[str]:

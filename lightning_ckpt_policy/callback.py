@@ -364,7 +364,7 @@ class CheckpointPolicy(Checkpoint):
                 candidates = [record for record in records if record.path == name]
             for candidate, following in zip(candidates, [*candidates[1:], None], strict=True):
                 try:
-                    opened.append(open_record(candidate))
+                    opened.append(_read_twice(open_record, candidate))
                     return candidate
                 except (DamagedCheckpointError, FileNotFoundError) as error:
                     if following is None:
@@ -442,6 +442,8 @@ class CheckpointPolicy(Checkpoint):
         if any(isinstance(callback, GradientAccumulationScheduler) for callback in _lightning.callbacks(trainer)):
             # it sets this where an epoch begins, which a resume in the middle of one doesn't repeat
             trainer.accumulate_grad_batches = self._loaded["accumulate_grad_batches"]
+        if self._loaded["early_stopped"] and _early_stopping_is_over(trainer):
+            trainer.should_stop = True  # Lightning forgets it, and would train on until the next check
         if self._loaded["point"] == EPOCH_END:
             _lightning.end_current_epoch(trainer)
         self._release_rng = _lightning.after_train_start(trainer, lambda: self._restore_rng(trainer))
@@ -612,9 +614,9 @@ class CheckpointPolicy(Checkpoint):
             elif epoch_ends and self._may_stop_late:
                 # EarlyStopping decides after the last save point: only then it is known whether this state is the last
                 reasons, hold = (TRAIN_END,), True
-        if reasons and (ending or (epoch_ends and not self._loaders_stateful and not hold)):
+        if reasons and (ending or hold or (epoch_ends and not self._loaders_stateful)):
             # the last chance of the fit; or of the epoch, since within one a plain loader can't be resumed exactly
-            self._drain(trainer, self.save_timeout + GRACE, saves_only=True)
+            self._drain(trainer, self._patience, saves_only=True)
         if trainer.world_size > 1 and (reasons or self.trigger.timed):
             reasons = _on_rank_zero(trainer, lambda: self._settle(reasons, now.metrics))
         elif reasons:
@@ -635,6 +637,11 @@ class CheckpointPolicy(Checkpoint):
             return ()
         self._raise_after_failures()
         return reasons
+
+    @property
+    def _patience(self) -> float:
+        # a delete may be on its way when a save is queued, and the save's own time begins after it
+        return self.save_timeout + DELETE_TIMEOUT + GRACE
 
     def _drain(self, trainer: Trainer, timeout: float, *, saves_only: bool) -> bool:
         """Wait for the background, on every rank; none stays in one collective for longer than a slice."""
@@ -716,6 +723,7 @@ class CheckpointPolicy(Checkpoint):
         state["batch_completed"] = completed
         state["epoch_ended"] = epoch_ended
         state["created_at"] = time.time()
+        state["early_stopped"] = trainer.should_stop and _early_stopping_is_over(trainer)
         state["accumulate_grad_batches"] = trainer.accumulate_grad_batches
         state["callback_metrics"] = _lightning.metrics_for_callbacks(trainer, epoch_ended)
         policies = [callback for callback in _lightning.callbacks(trainer) if isinstance(callback, CheckpointPolicy)]
@@ -744,7 +752,7 @@ class CheckpointPolicy(Checkpoint):
                 f"{trainer.global_step} are in no checkpoint. Add EveryNEpochs(1) or AfterValidation() to the trigger"
             )
         try:
-            confirmed = self._drain(trainer, self.save_timeout + GRACE, saves_only=True)
+            confirmed = self._drain(trainer, self._patience, saves_only=True)
             if self._ledger is not None:
                 self._ledger.prune()
             pruned = self._drain(trainer, DELETE_TIMEOUT + GRACE, saves_only=False)
@@ -779,7 +787,7 @@ class CheckpointPolicy(Checkpoint):
                 "are deleted after the next confirmed save"
             )
         error = self._last_error
-        if error is None and not confirmed:
+        if error is None and not confirmed and self._writer.saving:
             error = TimeoutError(f"the store didn't answer within save_timeout={self.save_timeout:g} s")
         if error is not None:
             self._end_attempt("error")
@@ -798,7 +806,7 @@ class CheckpointPolicy(Checkpoint):
         self._capturing = None
         if self._ledger is None:
             return
-        if not self._writer.drain(self.save_timeout + GRACE, saves_only=True):
+        if not self._writer.drain(self._patience, saves_only=True):
             rank_zero_warn(
                 f"The pending checkpoint is lost: {self.store.url!r} didn't answer within save_timeout="
                 f"{self.save_timeout:g} s. The newest confirmed one is {self.last_model_path or 'none'}"
@@ -999,6 +1007,14 @@ def _marked(store: CheckpointStore, records: list[CheckpointRecord]) -> list[Che
     return records
 
 
+def _read_twice(read: Callable[[CheckpointRecord], BinaryIO], record: CheckpointRecord) -> BinaryIO:
+    """What ``read`` gives; once more if it is damaged, since a byte may have been lost on its way alone."""
+    try:
+        return read(record)
+    except DamagedCheckpointError:
+        return read(record)
+
+
 def _mark_damaged(store: CheckpointStore, record: CheckpointRecord) -> None:
     """Note it in the store, if that can be written to."""
     if not record.damaged:
@@ -1048,6 +1064,11 @@ def _gather_rng(trainer: Trainer) -> list[dict[str, Any]]:
 
 def _is_stateful(loader: Any) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def _early_stopping_is_over(trainer: Trainer) -> bool:
+    stops = [callback for callback in _lightning.callbacks(trainer) if isinstance(callback, EarlyStopping)]
+    return any(stop.wait_count >= stop.patience for stop in stops)
 
 
 def _same_folder(one: str, other: str) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning_ckpt_policy import _lightning
 from lightning_ckpt_policy.backends import make_backend
 from lightning_ckpt_policy.errors import CheckpointSaveError
-from lightning_ckpt_policy.ledger import Ledger
+from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, Ledger, SaveInFlight
 from lightning_ckpt_policy.retry import forget_frames, retrying
 from lightning_ckpt_policy.snapshot import Image, take_snapshot
 from lightning_ckpt_policy.writer import BackgroundWriter
@@ -86,6 +88,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._lock = threading.Lock()
         self._failed: tuple[str, BaseException] | None = None
         self._unreported: list[str] = []
+        self._gave_up = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a copy in another process (a spawning launcher) or a deep copy has nothing in flight
@@ -110,24 +113,33 @@ class AsyncCheckpointIO(CheckpointIO):
             return
         target, options = str(path), {**(self._storage_options or {}), **(storage_options or {})}
         if self.managed:
-            _write_file(take_snapshot(checkpoint), target, options)
+            _write_file(take_snapshot(checkpoint), target, options, SaveInFlight(), "")
             return
         self.writer.drain(saves_only=True)
         self._report()
         image = take_snapshot(checkpoint)
+        save = SaveInFlight()
+        # a write that was given up may still have the usual temporary open
+        tag = uuid.uuid4().hex[:8] if self._gave_up else ""
 
         def run() -> None:
             try:
-                _write_file(image, target, options)
+                _write_file(image, target, options, save, tag)
             except BaseException as error:
-                self._fail(target, error)
+                if save.settle():
+                    self._fail(target, error)
             else:
-                with self._lock:
-                    self._failed = None
+                if save.settle():
+                    with self._lock:
+                        self._failed = None
             finally:
                 image.release()
 
         def give_up() -> None:
+            if not save.settle():
+                return
+            save.given_up.set()
+            self._gave_up = True
             image.release()
             self._fail(target, CheckpointSaveError(f"it didn't finish within save_timeout={self.save_timeout:g} s"))
 
@@ -184,7 +196,11 @@ class AsyncCheckpointIO(CheckpointIO):
         if self.managed:
             TorchCheckpointIO().remove_checkpoint(target)
         else:
-            self.writer.submit(run)
+            self.writer.submit(
+                run,
+                timeout=DELETE_TIMEOUT,
+                on_timeout=lambda: self._warn(f"{target!r} could not be removed within {DELETE_TIMEOUT:g} s"),
+            )
 
     def teardown(self) -> None:
         """Wait for all writes and end the background thread.
@@ -226,11 +242,12 @@ def _make(kind: type[AsyncCheckpointIO], options: dict[str, Any] | None, save_ti
     return kind(options, save_timeout=save_timeout)
 
 
-def _write_file(image: Image, path: str, storage_options: Mapping[str, Any]) -> None:
+def _write_file(image: Image, path: str, options: Mapping[str, Any], save: SaveInFlight, tag: str) -> None:
     folder, name = _split(path)
-    backend = make_backend(folder, storage_options or None)
+    backend = make_backend(folder, options or None)
     backend.makedirs()
-    retrying()(lambda: backend.write_payload(name, image.chunks(), image.size))
+    write = functools.partial(backend.write_payload, name, confirm=save.guard, tag=tag)
+    retrying(save.given_up)(lambda: write(image.chunks(), image.size))
 
 
 def _split(path: str) -> tuple[str, str]:

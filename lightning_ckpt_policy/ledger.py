@@ -50,7 +50,7 @@ class DeleteFailure:
     error: Exception
 
 
-class _Save:
+class SaveInFlight:
     """One save on its way; lets a store that hangs be left behind without confirming anything later."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Ledger:
             draft: The record's fields, without those that only the store knows.
             timeout: Seconds after which the save has failed, whatever the store does.
         """
-        save = _Save()
+        save = SaveInFlight()
         held = float(draft["held_seconds"])
 
         def run() -> None:
@@ -193,7 +193,7 @@ class Ledger:
                 on_timeout=functools.partial(self._give_up_deleting, record),
             )
 
-    def _commit(self, save: _Save, image: Image, draft: Mapping[str, Any]) -> CheckpointRecord:
+    def _commit(self, save: SaveInFlight, image: Image, draft: Mapping[str, Any]) -> CheckpointRecord:
         def guard() -> None:
             save.guard()
             if self.store.superseded(self.attempt):

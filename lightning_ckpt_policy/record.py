@@ -175,8 +175,8 @@ def _check(record: CheckpointRecord) -> None:
     need("run_id", is_safe_run_id(record.run_id), "letters, digits, '.', '_' or '-'")
     for name in ("step", "epoch", "size"):
         need(name, _is_int(getattr(record, name)) and 0 <= getattr(record, name) < 1 << 63, "an integer >= 0")
-    for name in ("sequence", "attempt", "world_size"):
-        need(name, _is_int(getattr(record, name)) and 1 <= getattr(record, name) < 1 << 63, "an integer >= 1")
+    for name in ("sequence", "attempt", "world_size"):  # bounded, so that the next one can still be counted
+        need(name, _is_int(getattr(record, name)) and 1 <= getattr(record, name) < 1 << 53, "an integer >= 1")
     need("created_at", _is_number(record.created_at) and math.isfinite(record.created_at), "seconds since 1970")
     need(
         "checksum",

@@ -339,24 +339,28 @@ class CheckpointStore:
         """
         backend = self.backend
         current = self._read_record(record.path)
+        pinned = PinnedError(
+            f"{self.path_of(record)!r} is pinned and can't be deleted: unpin it first, "
+            "with store.pin(record, pinned=False)"
+        )
+        token: str | None = None
         if current is None:
             begun = self._read_marker(record.path)
             if begun is None or begun.op != "delete" or begun.run_id != record.run_id:
                 return
+            token = begun.token
         elif _identity(current) != _identity(record):
             return  # another checkpoint has the name now
         else:
             if current.pinned:
-                raise PinnedError(
-                    f"{self.path_of(record)!r} is pinned and can't be deleted: unpin it first, "
-                    "with store.pin(record, pinned=False)"
-                )
+                raise pinned
             attempt = max(record.attempt, self._numbers.get(record.run_id, 1))
             marker = Pending(
                 name=record.path, run_id=record.run_id, attempt=attempt, created_at=time.time(), op="delete"
             )
             try:
                 backend.write(record.path + PENDING_SUFFIX, _to_json(marker), owner=_owner(marker))
+                token = marker.token
             except BaseException as error:
                 with contextlib.suppress(Exception):  # half a marker can't be understood, and nothing is deleted yet
                     there = self._read_marker(record.path)
@@ -366,9 +370,24 @@ class CheckpointStore:
                 # kill between the next two steps leaves is a payload that nobody owns
                 if not (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
                     raise
+            # someone may have pinned it before the marker was there to be seen
+            current = self._read_record(record.path)
+            if current is not None and current.pinned:
+                backend.delete(record.path + PENDING_SUFFIX)
+                raise pinned
             backend.delete(record.path + RECORD_SUFFIX)
-        backend.delete(record.path)
-        backend.delete(record.path + PENDING_SUFFIX)
+        if self._is_still_deleting(record.path, token):
+            backend.delete(record.path)
+            backend.delete(record.path + PENDING_SUFFIX)
+
+    def _is_still_deleting(self, name: str, token: str | None) -> bool:
+        """Whether nobody else has finished a delete that was held up, and used the name again."""
+        if token is None:
+            return self._read_record(name) is None and self._read_marker(name) is None
+        marker = self._read_marker(name)
+        if marker is None:  # gone, or spoiled: a spoiled one is ours
+            return self.backend.size(name + PENDING_SUFFIX) is not None
+        return marker.token == token
 
     def pin(self, record: CheckpointRecord, pinned: bool = True) -> CheckpointRecord:
         """Keep a checkpoint from being deleted, or allow it again. Returns the record as it is now.
@@ -485,11 +504,12 @@ class CheckpointStore:
         self._numbered.add(pending.name + RECORD_SUFFIX)
         try:
             marker = self._read_marker(pending.name)
+            swept = backend.size(pending.name) is None
         except Exception:
             return record  # a marker beside a record does no harm; the next sweep takes it away
         if marker is not None and marker.token != pending.token:
             return record  # a later attempt has begun to delete it
-        if marker is None and backend.size(pending.name) is None:
+        if swept:
             # a later attempt swept the payload just before the record was written
             with contextlib.suppress(Exception):
                 if backend.read(pending.name + RECORD_SUFFIX) == record.to_json():
@@ -530,6 +550,9 @@ class CheckpointStore:
             if backend.size(name + RECORD_SUFFIX) is None:
                 remove(backend.temporary(name, marker.token))
                 remove(name)
+                late = self._read_record(name)  # the older attempt may have written it in the meantime
+                if late is not None and late.run_id == run_id and late.attempt < before_attempt:
+                    remove(name + RECORD_SUFFIX)
             remove(name + PENDING_SUFFIX)
 
         temporaries = re.compile(rf"\.{re.escape(run_id)}-(\d{{6,}})\.[0-9a-f]{{8}}\.tmp")
@@ -757,6 +780,12 @@ class CheckpointStore:
         if changed != current:
             owner = f"{record.run_id}-{record.attempt:06d}"
             self.backend.write(record.path + RECORD_SUFFIX, changed.to_json(), owner=owner)
+            marker = self._read_marker(record.path)
+            deleting = marker is not None and marker.op == "delete"
+            if deleting or (changed.pinned and self.backend.size(record.path) is None):
+                # a delete had begun before: a record without its payload must not come back
+                self.backend.delete(record.path + RECORD_SUFFIX)
+                raise CheckpointError(f"{self.path_of(record)!r} is being deleted, so it can't be changed any more")
         return changed
 
     def _learn_sequences(self, names: set[str]) -> None:
@@ -863,7 +892,7 @@ def _owner(marker: Pending) -> str:
 
 
 def _is_attempt(name: str, run_id: str | None) -> bool:
-    match = re.fullmatch(r"(.+)-\d{6,}\.json", name)
+    match = re.fullmatch(r"(.+)-\d{6,12}\.json", name)
     return match is not None and (match[1] == run_id if run_id is not None else is_safe_run_id(match[1]))
 
 

@@ -170,7 +170,11 @@ class BackgroundWriter:
 def run_within(job: Job, timeout: float) -> bool:
     """Run ``job`` in a thread of its own; whether it ended within ``timeout`` seconds."""
     worker = threading.Thread(target=job, name="ckpt-save", daemon=True)
-    worker.start()
+    try:
+        worker.start()
+    except RuntimeError:  # the interpreter is on its way out and starts no thread any more
+        job()
+        return True
     worker.join(timeout)
     return not worker.is_alive()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import io
+import json
 import os
 import threading
 import uuid
@@ -477,3 +478,10 @@ def test_dropped_upload_is_not_finished(monkeypatch: pytest.MonkeyPatch, dropped
         backend.write_payload("a.ckpt", [b"x" * 5000] * 3, 15_000)
     gc.collect()
     assert calls == []
+
+
+def test_redact_knows_how_values_are_quoted() -> None:
+    key = "-----BEGIN KEY-----\nMIIEvQIBADANBg\nkqhkiG9w0BAQEF\n-----END KEY-----"
+    options = {"token": {"private_key": key}, "sig": "abc/def+ghi=="}
+    for text in (repr(options), json.dumps(options), "?sig=abc%2Fdef%2Bghi%3D%3D&x", "?sig=abc/def%2Bghi%3D%3D", key):
+        assert not any(part in redact(text, options) for part in ("MIIEvQ", "kqhkiG9", "abc/def", "abc%2Fdef"))

@@ -248,6 +248,47 @@ def test_what_early_stopping_ends_after_the_last_point_is_saved(tmp_path: Path, 
     assert last.history[-1].record == records(tmp_path)[-1]
 
 
+def test_what_early_stopping_ends_is_saved_although_a_save_is_on_its_way(tmp_path: Path, writes: Faults) -> None:
+    writes.act = lambda call, name: time.sleep(0.5)
+    stop = EarlyStopping("train_loss", patience=1, min_delta=1e9, check_on_train_epoch_end=True)
+    fit(tmp_path, policy(tmp_path, AtSteps([19]), save_on_train_end=True), callbacks=[stop], max_epochs=9)
+    assert steps(tmp_path) == [19, 20]
+
+
+@pytest.mark.parametrize(
+    "options", [{"val_check_interval": 4}, {"val_check_interval": 3, "check_val_every_n_epoch": None}]
+)
+def test_a_run_that_early_stopping_ended_in_an_epoch_stays_ended(
+    tmp_path: Path, drained: None, options: dict[str, Any]
+) -> None:
+    def run(**more: Any) -> Any:
+        stop = EarlyStopping("val_loss", patience=2, min_delta=1e9)
+        used = policy(tmp_path, AfterValidation(), save_on_train_end=True)
+        return fit(tmp_path, used, callbacks=[stop], validate=True, **options, **more)
+
+    whole = run()
+    again = run(ckpt_path="last", seed=5)
+    assert again.batches == []
+    assert differences(whole.final["weights"], again.final.get("weights", whole.final["weights"])) == []
+
+
+def test_a_byte_lost_on_its_way_damages_nothing(
+    tmp_path: Path, two_saved: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = LocalBackend.chunks
+    reads: list[str] = []
+
+    def chunks(backend: LocalBackend, name: str, *args: Any) -> Any:
+        reads.append(name)
+        for chunk in original(backend, name, *args):
+            yield bytes([chunk[0] ^ 1]) + chunk[1:] if len(reads) == 1 else chunk
+
+    monkeypatch.setattr(LocalBackend, "chunks", chunks)
+    observer = fit(tmp_path, policy(tmp_path, EveryNTrainSteps(4)), ckpt_path="last", max_steps=9)
+    assert observer.batches[0][0] == 8
+    assert not any(record.damaged for record in records(tmp_path))
+
+
 def test_a_stop_after_the_last_point_that_nobody_announced_is_warned_about(tmp_path: Path) -> None:
     class Stop(Callback):
         def on_train_epoch_end(self, trainer: Trainer, *args: Any) -> None:

@@ -27,11 +27,11 @@ def act(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[int, str], None]]:
     calls: list[str] = []
     original = LocalBackend.write_payload
 
-    def write(backend: LocalBackend, name: str, *args: Any) -> None:
+    def write(backend: LocalBackend, name: str, *args: Any, **options: Any) -> None:
         calls.append(name)
         for one in acts:
             one(len(calls), name)
-        original(backend, name, *args)
+        original(backend, name, *args, **options)
 
     monkeypatch.setattr(LocalBackend, "write_payload", write)
     return acts
@@ -199,3 +199,46 @@ def test_memory_and_storage_options(tmp_path: Path) -> None:
 def test_bad_timeouts_are_refused(value: float) -> None:
     with pytest.raises(ValueError, match="save_timeout"):
         AsyncCheckpointIO(save_timeout=value)
+
+
+def test_a_write_that_was_given_up_does_not_reach_a_newer_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_ckpt_policy import backends
+
+    gate, hanging = threading.Event(), threading.Event()
+    original = backends._write_all
+
+    def write_all(file: Any, data: Any) -> int:
+        if not hanging.is_set():
+            hanging.set()
+            gate.wait(60)
+        return original(file, data)
+
+    monkeypatch.setattr(backends, "_write_all", write_all)
+    io = AsyncCheckpointIO(save_timeout=0.3)
+    path = tmp_path / "last.ckpt"
+    io.save_checkpoint({"step": 10, "weight": torch.zeros(5000)}, path)
+    with pytest.warns(UserWarning, match="save_timeout"):
+        io.save_checkpoint({"step": 20, "weight": torch.ones(5000)}, path)
+    io.writer.drain(20)
+    good = path.read_bytes()
+    gate.set()
+    deadline = time.monotonic() + 20
+    while any(thread.name == "ckpt-save" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert path.read_bytes() == good
+    assert io.load_checkpoint(path)["step"] == 20
+    assert names(tmp_path) == ["last.ckpt"]
+    io.teardown()
+
+
+def test_a_removal_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ckpt_policy.io.DELETE_TIMEOUT", 0.2)
+    gate = threading.Event()
+    monkeypatch.setattr(LocalBackend, "delete", lambda *args: gate.wait(60) and None)
+    io = AsyncCheckpointIO()
+    with pytest.warns(UserWarning, match="could not be removed within"):
+        io.remove_checkpoint(tmp_path / "a.ckpt")
+        io.save_checkpoint({"a": 1}, tmp_path / "b.ckpt")
+        assert io.load_checkpoint(tmp_path / "b.ckpt") == {"a": 1}
+        io.teardown()
+    gate.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import signal
@@ -21,8 +22,9 @@ from typing import Any
 import pytest
 
 from lightning_ckpt_policy import backends
+from lightning_ckpt_policy.backends import LocalBackend
 from lightning_ckpt_policy.checksum import checksum_of
-from lightning_ckpt_policy.errors import CheckpointError, DamagedCheckpointError
+from lightning_ckpt_policy.errors import CheckpointError, DamagedCheckpointError, SupersededError
 from lightning_ckpt_policy.record import CheckpointRecord
 from lightning_ckpt_policy.store import Attempt, CheckpointStore
 from tests.faults import Fault, FaultyOs, Killed, Schedule, register
@@ -728,3 +730,77 @@ def test_memory_stays_bounded_while_verifying(local: CheckpointStore) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20 << 20
+
+
+def test_a_pin_that_came_before_the_deletes_marker_is_respected(
+    local: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = save(local, 1)
+    other = CheckpointStore(local.url)
+    original = LocalBackend.write
+
+    def write(backend: LocalBackend, name: str, *args: Any, **options: Any) -> None:
+        if name.endswith(".pending"):
+            monkeypatch.setattr(LocalBackend, "write", original)
+            other.pin(record)
+        original(backend, name, *args, **options)
+
+    monkeypatch.setattr(LocalBackend, "write", write)
+    with pytest.raises(ValueError, match="pinned"):
+        local.delete(record)
+    assert [kept.pinned for kept in local.records()] == [True]
+    local.verify(record)
+    assert not list(Path(local.url).glob("*.pending"))
+
+
+def test_a_pin_during_a_delete_does_not_bring_a_record_back(
+    local: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = save(local, 1)
+    other = CheckpointStore(local.url)
+    original = CheckpointStore._read_record
+
+    def read(store: CheckpointStore, name: str) -> CheckpointRecord | None:
+        found = original(store, name)
+        if store is other:
+            monkeypatch.setattr(CheckpointStore, "_read_record", original)
+            local.delete(record)
+        return found
+
+    monkeypatch.setattr(CheckpointStore, "_read_record", read)
+    with pytest.raises(CheckpointError, match="being deleted"):
+        other.pin(record)
+    assert [path.name for path in Path(local.url).iterdir() if path.is_file()] == []
+
+
+def test_a_record_written_while_its_payload_is_swept_is_not_confirmed(
+    local: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local.start_attempt("run")
+    original = LocalBackend.write
+
+    def write(backend: LocalBackend, name: str, *args: Any, **options: Any) -> None:
+        if name.endswith(".ckpt.json"):
+            monkeypatch.setattr(LocalBackend, "write", original)
+            newer = CheckpointStore(local.url)
+            newer.sweep("run", newer.start_attempt("run").number)
+        original(backend, name, *args, **options)
+
+    monkeypatch.setattr(LocalBackend, "write", write)
+    with pytest.raises(SupersededError):
+        save(local, 1)
+    assert local.records() == []
+    assert [path.name for path in Path(local.url).iterdir() if path.is_file()] == []
+
+
+def test_hostile_numbers_stop_nothing(local: CheckpointStore) -> None:
+    record = save(local, 1)
+    values = json.loads(record.to_json()) | {"path": "x.ckpt", "sequence": 2**63 - 1}
+    del values["record_checksum"]
+    (Path(local.url) / "x.ckpt.json").write_text(json.dumps(values))
+    local.start_attempt("run")
+    (Path(local.url) / "attempts" / f"run-{2**63 - 1}.json").write_text("{}")
+    with pytest.warns(UserWarning, match="is skipped"):
+        assert local.records() == [record]
+    assert save(local, 2).sequence == 2
+    assert local.start_attempt("run").number == 2
