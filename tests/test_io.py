@@ -236,7 +236,7 @@ def test_a_removal_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: pyte
     gate = threading.Event()
     monkeypatch.setattr(LocalBackend, "delete", lambda *args: gate.wait(60) and None)
     io = AsyncCheckpointIO()
-    with pytest.warns(UserWarning, match="could not be removed within"):
+    with pytest.warns(UserWarning, match="could not be removed within"):  # noqa: PT031
         io.remove_checkpoint(tmp_path / "a.ckpt")
         io.save_checkpoint({"a": 1}, tmp_path / "b.ckpt")
         assert io.load_checkpoint(tmp_path / "b.ckpt") == {"a": 1}
