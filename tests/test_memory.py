@@ -219,6 +219,7 @@ def test_records_are_read_again_only_where_they_changed(tmp_path: Path, kind: st
     for index in range(1, 101):
         one = dataclasses.replace(record, path=f"{index}.ckpt", sequence=index)
         store.backend.write(f"{index}.ckpt.json", one.to_json(), owner="test")
+    store.backend.write("7.ckpt", b"abc", owner="test")
     schedule.log.clear()
     assert len(store.records()) == 100
     assert Counter(op for op, _ in schedule.log) == {"ls": 1, "cat_file": 100}

@@ -456,6 +456,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
 
 def main(root: Path) -> None:
     """Run each scenario in a process of its own, forked before any training, so that only this one had to import."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     children = {}
     for name, scenario in SCENARIOS.items():
         folder = root / name
