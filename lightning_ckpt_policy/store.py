@@ -382,12 +382,10 @@ class CheckpointStore:
 
     def _is_still_deleting(self, name: str, token: str | None) -> bool:
         """Whether nobody else has finished a delete that was held up, and used the name again."""
-        if token is None:
-            return self._read_record(name) is None and self._read_marker(name) is None
+        if self._read_record(name) is not None:
+            return False
         marker = self._read_marker(name)
-        if marker is None:  # gone, or spoiled: a spoiled one is ours
-            return self.backend.size(name + PENDING_SUFFIX) is not None
-        return marker.token == token
+        return marker is None or marker.token == token  # whoever uses the name has a marker or a record there
 
     def pin(self, record: CheckpointRecord, pinned: bool = True) -> CheckpointRecord:
         """Keep a checkpoint from being deleted, or allow it again. Returns the record as it is now.

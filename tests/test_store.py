@@ -793,6 +793,26 @@ def test_a_record_written_while_its_payload_is_swept_is_not_confirmed(
     assert [path.name for path in Path(local.url).iterdir() if path.is_file()] == []
 
 
+def test_a_delete_whose_marker_is_swept_leaves_no_payload(
+    local: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = save(local, 1)
+    local.start_attempt("run")
+    original = LocalBackend.delete
+
+    def delete(backend: LocalBackend, name: str) -> None:
+        if name.endswith(".ckpt.json"):
+            monkeypatch.setattr(LocalBackend, "delete", original)
+            newer = CheckpointStore(local.url)
+            newer.sweep("run", newer.start_attempt("run").number)
+            assert not list(Path(local.url).glob("*.pending"))
+        original(backend, name)
+
+    monkeypatch.setattr(LocalBackend, "delete", delete)
+    local.delete(record)
+    assert [path.name for path in Path(local.url).iterdir() if path.is_file()] == []
+
+
 def test_hostile_numbers_stop_nothing(local: CheckpointStore) -> None:
     record = save(local, 1)
     values = json.loads(record.to_json()) | {"path": "x.ckpt", "sequence": 2**63 - 1}
