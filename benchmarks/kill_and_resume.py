@@ -45,7 +45,7 @@ CHECKPOINTS = "runs/train"  # what train.yaml says
 BEGAN = re.compile(r"(?:Starting afresh|Going on after step (\d+)): (\d+) steps in all")
 BAR = re.compile(r"Epoch (\d+):.*\| (\d+)/(\d+) \[")
 REFRESH = 5  # steps between two lines of the job's progress bar
-LATEST_KILL = 0.95  # of all steps
+LATEST_KILL = 0.7  # of all steps
 PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "weights": lambda checkpoint: checkpoint["state_dict"],
     "optimizer": lambda checkpoint: checkpoint["optimizer_states"],

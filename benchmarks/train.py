@@ -208,7 +208,7 @@ class TrainCLI(LightningCLI):
     """``fit`` that says at its end what was saved."""
 
     def before_instantiate_classes(self) -> None:
-        if not self.config[self.subcommand].trainer.get("enable_progress_bar", True):
+        if self.config[self.subcommand].trainer.get("enable_progress_bar") is False:
             self.trainer_defaults = {}
 
     def before_fit(self) -> None:
