@@ -318,13 +318,6 @@ class LocalBackend(Backend):
         """Make the folder and every missing one above it, durably."""
         self._makedirs(self.root or "/")
 
-    def names(self) -> set[str]:
-        # fsspec takes ten times as long, for paths that aren't wanted here
-        try:
-            return set(os.listdir(self.root or "/"))
-        except FileNotFoundError:
-            return set()
-
     def _makedirs(self, folder: str) -> None:
         missing = []
         while folder not in ("", "/") and not os.path.isdir(folder):
