@@ -430,7 +430,7 @@ def test_case_28_a_slow_delete_holds_no_batch(tmp_path: Path, deletes: Faults) -
             if trainer.global_step in (3, 6):
                 trainer.checkpoint_callback._writer.drain(30, saves_only=True)  # type: ignore[union-attr]
             if trainer.global_step == 25:
-                assert waiting.is_set()
+                assert waiting.wait(30)
                 gate.set()
 
     fit(tmp_path, policy(tmp_path, AtSteps([3, 6, 20]), KeepLast(1)), callbacks=[Open()])
