@@ -52,7 +52,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_ckpt_policy import CheckpointPolicy, CheckpointStore, EveryNTrainSteps, KeepBest, KeepLast, KeepSteps
+from lightning_ckpt_policy import (
+    CheckpointPolicy,
+    CheckpointStore,
+    EveryNTrainSteps,
+    KeepBest,
+    KeepLast,
+    KeepSteps,
+    snapshot,
+)
 from lightning_ckpt_policy import backends as backends_module
 from lightning_ckpt_policy.checksum import Checksum
 from lightning_ckpt_policy.errors import SupersededError
@@ -452,6 +460,8 @@ class Job:
 def train(job: Job, observer: Observer, policy: CheckpointPolicy | None, resume: bool) -> Trainer:
     """One fit."""
     torch.set_num_threads(1)
+    # so that this small state is copied in the background too, and written in several pieces past the page cache
+    snapshot.DEFER_BYTES, snapshot.CHUNK_BYTES = 1, 4096
     seed_everything(1, verbose=False)
     callbacks: list[Callback] = [observer]
     if policy is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
@@ -28,13 +30,21 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_ckpt_policy import _lightning
-from lightning_ckpt_policy.errors import CheckpointError, CheckpointSaveError, DamagedCheckpointError, SupersededError
+from lightning_ckpt_policy import _lightning, _torch
+from lightning_ckpt_policy.barrier import Barrier, may_change_weights_early
+from lightning_ckpt_policy.errors import (
+    CheckpointError,
+    CheckpointSaveError,
+    DamagedCheckpointError,
+    SnapshotChangedError,
+    SupersededError,
+)
 from lightning_ckpt_policy.io import DEFAULT_SAVE_TIMEOUT, GRACE, AsyncCheckpointIO, SaveRequest
 from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, Ledger, SaveOutcome
 from lightning_ckpt_policy.record import CheckpointRecord, is_safe_name
 from lightning_ckpt_policy.retention import KeepAll, KeepLast, Retention, as_retention, best
 from lightning_ckpt_policy.rng import collect_rng_state, restore_rng_state
+from lightning_ckpt_policy.snapshot import CHUNK_BYTES, Image, Staging, still_storages
 from lightning_ckpt_policy.store import Attempt, CheckpointStore
 from lightning_ckpt_policy.triggers import EveryNEpochs, Progress, Trigger, as_trigger
 from lightning_ckpt_policy.writer import BackgroundWriter, run_within
@@ -48,6 +58,8 @@ TRAIN_END = "train_end"
 # seconds for which ranks wait in one collective while rank 0 waits for the background
 _SLICE = 5.0
 _REASON_CHARACTERS = 300
+# the first overlapped copy of a fit and one in so many after it are compared with the state at the save point
+AUDIT_EVERY = 20
 T = TypeVar("T")
 
 
@@ -70,6 +82,9 @@ class CheckpointPolicy(Checkpoint):
         max_consecutive_failures: So many failed saves in a row end the fit with an error.
         save_timeout: Seconds a save may take in the background before it counts as failed.
         verify: ``"on_resume"`` compares a checkpoint's checksum while it is loaded, ``"never"`` its size alone.
+        snapshot: ``"overlapped"`` copies parameters and optimizer state while the next forward and backward passes
+            run, everything else at once; ``"eager"`` copies everything before training goes on. Where it isn't known
+            that nothing changes parameters before the next optimizer step, the copy is eager anyway.
 
     Raises:
         TypeError, ValueError: At construction, naming the argument, its value and what to write instead.
@@ -97,8 +112,11 @@ class CheckpointPolicy(Checkpoint):
         max_consecutive_failures: int = 3,
         save_timeout: float = DEFAULT_SAVE_TIMEOUT,
         verify: Literal["on_resume", "never"] = "on_resume",
+        snapshot: Literal["overlapped", "eager"] = "overlapped",
     ) -> None:
         super().__init__()
+        if snapshot not in ("overlapped", "eager"):
+            raise ValueError(f"snapshot={snapshot!r} must be 'overlapped' or 'eager'")
         if verify not in ("on_resume", "never"):
             raise ValueError(f"verify={verify!r} must be 'on_resume' or 'never'")
         _check_filename(filename)
@@ -125,11 +143,13 @@ class CheckpointPolicy(Checkpoint):
         self.max_consecutive_failures = max_consecutive_failures
         self.save_timeout = save_timeout
         self.verify = verify
+        self.snapshot = snapshot
         self.history: list[SaveOutcome] = []
         self._storage_options = storage_options
         self._own_io = AsyncCheckpointIO(storage_options, save_timeout=save_timeout)
 
         self._writer = BackgroundWriter()
+        self._staging = Staging()
         self._store: CheckpointStore | None = None
         self._trainer: Callable[[], Trainer | None] = _nothing
         self._io = self._own_io
@@ -144,6 +164,11 @@ class CheckpointPolicy(Checkpoint):
         # manual optimization: the optimizers that stepped in this batch
         self._steppers: set[int] = set()
         self._hooks: list[Any] = []
+        # the copy of a state that goes on in the background
+        self._overlaps = False
+        self._overlapped = 0
+        self._overlap: tuple[Barrier, Image | None] | None = None
+        self._reserved = False
         # the run that is on its way
         self._active = False
         self._ledger: Ledger | None = None
@@ -174,6 +199,7 @@ class CheckpointPolicy(Checkpoint):
             "_release_loaders": _nothing,
             "_release_rng": _nothing,
             "_hooks": [],
+            "_overlap": None,
             "_ledger": None,
             "_deleted_before": self.deleted,
             "_active": False,
@@ -433,6 +459,10 @@ class CheckpointPolicy(Checkpoint):
         self._began = True
         self._attempt = _on_rank_zero(trainer, lambda: self._begin(same_process))
         self._active = True
+        self._overlaps = self._may_overlap(trainer, pl_module)
+        self._writer.before_wait = self._reach_barrier  # a save that isn't complete isn't written
+        self._overlapped = 0
+        self._reserved = False
         self._warn_about_limits(trainer, pl_module)
         self._watch_optimizers(trainer, pl_module)
         if not self._loaded:
@@ -505,6 +535,22 @@ class CheckpointPolicy(Checkpoint):
                     optimizer.register_step_post_hook(lambda stepped, *_: self._steppers.add(id(stepped)))
                 )
 
+    def _reach_barrier(self) -> None:
+        trainer = self._trainer()
+        if self._overlap is not None and trainer is not None:
+            self._overlap[0].reach(going_on=trainer.world_size == 1)  # it isn't known that all ranks come here
+
+    def _may_overlap(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        if self.snapshot == "eager":
+            return False
+        hook = may_change_weights_early(pl_module)
+        if hook is not None:
+            rank_zero_info(
+                f"CheckpointPolicy: {type(pl_module).__name__}.{hook} may change weights before the next optimizer "
+                'step, so all state is copied before training goes on (snapshot="eager")'
+            )
+        return hook is None and all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in trainer.optimizers)
+
     def _release(self) -> None:
         """Take back everything that was put into Lightning and torch for the length of a fit."""
         self._release_loaders()
@@ -526,6 +572,12 @@ class CheckpointPolicy(Checkpoint):
         step = trainer.global_step
         self._stepped = step != self._last_step
         self._last_step = step
+        if self._overlap is not None and trainer.world_size == 1:
+            barrier, image = self._overlap
+            if image is not None and image.copied:  # an accumulation window may be long
+                barrier.reach()
+        if self._stepped and not self._reserved:
+            self._reserve(trainer, pl_module)
         if self._steppers and not self._stepped:
             self._warn_once(
                 f"{type(pl_module).__name__} steps its optimizers with self.optimizers(use_pl_optimizer=False): "
@@ -605,6 +657,7 @@ class CheckpointPolicy(Checkpoint):
         self, trainer: Trainer, now: Progress, point: str, reasons: tuple[str, ...], ending: bool, epoch_ends: bool
     ) -> None:
         """Save, unless this step's state was captured already or another save is on its way."""
+        started = time.perf_counter()
         hold = False
         if now.step == self._since.step:
             reasons = ()
@@ -622,7 +675,7 @@ class CheckpointPolicy(Checkpoint):
         elif reasons:
             reasons = self._settle(reasons, now.metrics)
         if reasons:
-            self._save(trainer, now, point, reasons, hold)
+            self._save(trainer, now, point, reasons, started, last=ending or hold, hold=hold)
 
     def _settle(self, reasons: tuple[str, ...], metrics: Mapping[str, float]) -> tuple[str, ...]:
         if not reasons or self._superseded:
@@ -645,6 +698,8 @@ class CheckpointPolicy(Checkpoint):
 
     def _drain(self, trainer: Trainer, timeout: float, *, saves_only: bool) -> bool:
         """Wait for the background, on every rank; none stays in one collective for longer than a slice."""
+        if self._overlap is not None:
+            self._overlap[0].reach()
         deadline = time.monotonic() + timeout
 
         def wait() -> tuple[bool, bool]:
@@ -656,8 +711,34 @@ class CheckpointPolicy(Checkpoint):
             if done or late:
                 return done
 
-    def _save(self, trainer: Trainer, now: Progress, point: str, reasons: tuple[str, ...], hold: bool) -> None:
-        started = time.perf_counter()
+    def _reserve(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the memory for the first copy be touched in the background, now that the optimizers have their state."""
+        self._reserved = True
+        if self._ledger is None:
+            return
+        tensors = list(pl_module.state_dict().values())
+        if not self.save_weights_only:
+            tensors += [tensor for _, tensor in _optimized(trainer, pl_module)]
+        sizes = {}
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+        size = sum(sizes.values()) // CHUNK_BYTES * CHUNK_BYTES  # the last chunk isn't filled
+        if size > self._staging.size:
+            threading.Thread(target=self._staging.reserve, args=(size,), name="ckpt-reserve", daemon=True).start()
+
+    def _save(
+        self,
+        trainer: Trainer,
+        now: Progress,
+        point: str,
+        reasons: tuple[str, ...],
+        started: float,
+        *,
+        last: bool,
+        hold: bool,
+    ) -> None:
         if any(
             id(optimizer) not in self._steppers and _has_gradients(optimizer)
             for optimizer in (trainer.optimizers if self._hooks else ())
@@ -668,8 +749,11 @@ class CheckpointPolicy(Checkpoint):
             )
         attempt = self._attempt
         assert attempt is not None
+        module = trainer.lightning_module
+        overlapped = self._overlaps and not last
         request: SaveRequest | None = None
         if self._ledger is not None:
+            still = still_storages(_optimized(trainer, module)) if overlapped else {}
             draft = {
                 "step": now.step,
                 "epoch": now.epoch,
@@ -683,16 +767,87 @@ class CheckpointPolicy(Checkpoint):
                 "world_size": trainer.world_size,
                 "weights_only": self.save_weights_only,
             }
-            request = SaveRequest(self._ledger, draft, started, self.save_timeout, hold)
+            request = SaveRequest(self._ledger, draft, self.save_timeout, self._staging, still, hold)
         self._capturing = (now, point)
         try:
             trainer.save_checkpoint(self.store.url, self.save_weights_only, storage_options=request)
+        except BaseException:
+            if request is not None and request.image is not None:
+                request.image.refuse()
+            raise
         finally:
             self._capturing = None
+        image = None if request is None else request.image
+        if image is not None:
+            image.held_seconds = time.perf_counter() - started
+        # every rank comes to the barrier, where they agree whether the copy is good
+        if overlapped and (trainer.world_size > 1 or (image is not None and image.deferred)):
+            self._complete_later(trainer, module, image, now)
+        elif image is not None:
+            image.seal()
         if hold:
             self._held = now
         else:
             self._since = now
+
+    def _complete_later(self, trainer: Trainer, module: LightningModule, image: Image | None, now: Progress) -> None:
+        """Let an image be completed in the background, and wait for that before anything can change the state."""
+        fingerprints: list[str] | None = None
+        if image is not None:
+            if self._overlapped % AUDIT_EVERY == 0:
+                began = time.perf_counter()
+                fingerprints = image.fingerprints()
+                image.audit_seconds = time.perf_counter() - began
+            image.start()
+        self._overlapped += 1
+        complete = functools.partial(self._complete, trainer, image, now, self._since, fingerprints)
+        self._overlap = Barrier(trainer, module, complete), image
+
+    def _complete(
+        self,
+        trainer: Trainer,
+        image: Image | None,
+        now: Progress,
+        before: Progress,
+        fingerprints: list[str] | None,
+        going_on: bool,
+    ) -> None:
+        """Complete an image; if something has changed the state too early, discard it."""
+        self._overlap = None
+        changed: str | None = None
+        try:
+            if image is not None:
+                began = time.perf_counter()
+                image.complete()
+                changed = image.changed
+                completed = time.perf_counter()
+                image.held_seconds += completed - began
+                if fingerprints is not None:
+                    changed = changed or image.differs(fingerprints)
+                    image.audit_seconds += time.perf_counter() - completed
+            agreed = trainer.world_size == 1
+            if going_on and not agreed:
+                agreed = True
+                changed = trainer.strategy.broadcast(changed)
+        except BaseException:
+            changed = changed or "the copy"
+            raise
+        finally:
+            if image is not None:
+                image.seal() if changed is None else image.refuse()
+        if changed is None:
+            return
+        self._overlaps = False
+        if self._since is now and agreed:
+            self._since = before  # still due
+        error = SnapshotChangedError(
+            f"{changed!r} was changed between the save point of step {now.step} and the next optimizer step, while it "
+            "was being copied. That copy is discarded; from now on all state is copied before training goes on, as "
+            'with snapshot="eager"'
+        )
+        rank_zero_warn(f"CheckpointPolicy: {error}")
+        if image is not None:
+            self.history.append(SaveOutcome(now.step, None, error, image.held_seconds, image.audit_seconds))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget a state that was kept back in case the fit ended with the last epoch."""
@@ -761,6 +916,7 @@ class CheckpointPolicy(Checkpoint):
         finally:
             self._active = False
             self._release()
+            self._staging.clear()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where nothing was left to train, still clear up after a save or delete that was interrupted."""
@@ -802,6 +958,8 @@ class CheckpointPolicy(Checkpoint):
         self._release()
         if not self._active:
             return
+        if self._overlap is not None:
+            self._overlap[0].reach(going_on=False)
         self._active = False
         self._capturing = None
         if self._ledger is None:
@@ -811,6 +969,7 @@ class CheckpointPolicy(Checkpoint):
                 f"The pending checkpoint is lost: {self.store.url!r} didn't answer within save_timeout="
                 f"{self.save_timeout:g} s. The newest confirmed one is {self.last_model_path or 'none'}"
             )
+        self._staging.clear()
         self._report(trainer, final=True, exception=exception)
         self._end_attempt("stopped" if isinstance(exception, (KeyboardInterrupt, SIGTERMException)) else "error")
 
@@ -1081,6 +1240,21 @@ def _nothing() -> None:
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _optimized(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
+    """What only the Trainer's optimizers change, each with a name: their parameters and state."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if _torch.changes_in_backward(parameter):
+                    continue
+                name = names.get(id(parameter), "a parameter")
+                yield name, parameter
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        yield f"{name} ({key})", value
 
 
 def _shortened(reason: str) -> str:

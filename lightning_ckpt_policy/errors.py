@@ -27,6 +27,14 @@ class DamagedCheckpointError(CheckpointError, ValueError):
     """
 
 
+class SnapshotChangedError(CheckpointError):
+    """State was changed while it was being copied, so that the copy isn't of one moment.
+
+    >>> issubclass(SnapshotChangedError, CheckpointError)
+    True
+    """
+
+
 class SupersededError(CheckpointError):
     """A later attempt of the same run has begun, so this one must neither write nor prune.
 

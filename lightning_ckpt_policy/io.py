@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 import threading
-import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from lightning_ckpt_policy.backends import make_backend
 from lightning_ckpt_policy.errors import CheckpointSaveError
 from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, Ledger, SaveInFlight
 from lightning_ckpt_policy.retry import forget_frames, retrying
-from lightning_ckpt_policy.snapshot import Image, take_snapshot
+from lightning_ckpt_policy.snapshot import Image, Staging, Still, take_snapshot
 from lightning_ckpt_policy.writer import BackgroundWriter
 
 # seconds; large enough for a terabyte at 600 MB/s, small enough that a dead store is noticed the same day
@@ -32,15 +31,17 @@ DEFAULT_SAVE_TIMEOUT = 1800.0
 GRACE = 10.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class SaveRequest:
     """What a policy hands to ``Trainer.save_checkpoint(storage_options=...)``: commit this, with a record."""
 
     ledger: Ledger
     draft: Mapping[str, Any]
-    started: float
     save_timeout: float
+    staging: Staging
+    still: Mapping[int, Still]  # what needn't be copied at once
     hold: bool = False  # keep it back until it is known whether it is the last one
+    image: Image | None = None  # the answer; whoever asked seals or refuses it
 
 
 class AsyncCheckpointIO(CheckpointIO):
@@ -85,6 +86,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self.openers: list[Callable[[str], BinaryIO | None]] = []
         # the policies' own, ended with this one
         self.writers: list[BackgroundWriter] = []
+        self._staging = Staging()
         self._lock = threading.Lock()
         self._failed: tuple[str, BaseException] | None = None
         self._unreported: list[str] = []
@@ -103,13 +105,12 @@ class AsyncCheckpointIO(CheckpointIO):
             storage_options: Options for this path's filesystem, over those given at construction.
         """
         if isinstance(storage_options, SaveRequest):
-            image = take_snapshot(checkpoint)
-            held = time.perf_counter() - storage_options.started
-            draft = {**storage_options.draft, "held_seconds": held}
-            if storage_options.hold:
-                storage_options.ledger.hold(image, draft)
+            request = storage_options
+            request.image = take_snapshot(checkpoint, request.staging, request.still)
+            if request.hold:
+                request.ledger.hold(request.image, request.draft)
             else:
-                storage_options.ledger.submit(image, draft, storage_options.save_timeout)
+                request.ledger.submit(request.image, request.draft, request.save_timeout)
             return
         target, options = str(path), {**(self._storage_options or {}), **(storage_options or {})}
         if self.managed:
@@ -117,7 +118,7 @@ class AsyncCheckpointIO(CheckpointIO):
             return
         self.writer.drain(saves_only=True)
         self._report()
-        image = take_snapshot(checkpoint)
+        image = take_snapshot(checkpoint, self._staging)
         save = SaveInFlight()
         # a write that was given up may still have the usual temporary open
         tag = uuid.uuid4().hex[:8] if self._gave_up else ""
@@ -140,7 +141,7 @@ class AsyncCheckpointIO(CheckpointIO):
                 return
             save.given_up.set()
             self._gave_up = True
-            image.release()
+            image.release(in_use=True)
             self._fail(target, CheckpointSaveError(f"it didn't finish within save_timeout={self.save_timeout:g} s"))
 
         self.writer.submit(run, timeout=self.save_timeout, on_timeout=give_up)
@@ -212,6 +213,7 @@ class AsyncCheckpointIO(CheckpointIO):
         closed = [writer.close(GRACE) for writer in self.writers]
         if not self.writer.close(self.save_timeout + GRACE) or not all(closed):
             self._warn("the fit ended with background work on checkpoints undone: the store didn't answer in time")
+        self._staging.clear()
         failed, self._failed = self._failed, None
         self._report()
         if failed is not None and sys.exc_info()[0] is None:

@@ -34,12 +34,14 @@ class SaveOutcome:
         record: The confirmed checkpoint, or ``None`` if it failed.
         error: Why it failed, or ``None``.
         held_seconds: How long the training loop was held, seconds.
+        audit_seconds: How long it was held for checking the copy (the first and some later saves), seconds.
     """
 
     step: int
     record: CheckpointRecord | None
     error: BaseException | None
     held_seconds: float
+    audit_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -119,20 +121,25 @@ class Ledger:
         """Queue a save.
 
         Args:
-            image: The captured state; its memory is let go of once the save has ended.
+            image: The captured state, written once it is sealed; its memory is let go of once the save has ended.
             draft: The record's fields, without those that only the store knows.
             timeout: Seconds after which the save has failed, whatever the store does.
         """
         save = SaveInFlight()
-        held = float(draft["held_seconds"])
+
+        def ended(record: CheckpointRecord | None, error: BaseException | None) -> None:
+            self.events.append(SaveOutcome(draft["step"], record, error, image.held_seconds, image.audit_seconds))
 
         def run() -> None:
             try:
-                record = self._commit(save, image, draft)
+                if not image.wait():
+                    save.settle()  # whoever refused it has said so
+                    return
+                record = self._commit(save, image, {**draft, "held_seconds": image.held_seconds})
             except BaseException as error:
                 if save.settle():
                     forget_frames(error)
-                    self.events.append(SaveOutcome(draft["step"], None, error, held))
+                    ended(None, error)
                     self.prune()  # what couldn't be deleted before may be what fills the disk
             else:
                 if not save.settle():
@@ -141,7 +148,7 @@ class Ledger:
                 with self._lock:
                     self._records.append(record)
                     self._protect = frozenset()
-                self.events.append(SaveOutcome(draft["step"], record, None, held))
+                ended(record, None)
                 self.prune()
             finally:
                 image.release()
@@ -150,12 +157,12 @@ class Ledger:
             if not save.settle():
                 return  # it ended at this very moment
             save.given_up.set()
-            image.release()
+            image.release(in_use=True)
             error = CheckpointSaveError(
                 f"the store didn't finish within save_timeout={timeout:g} s; "
                 "raise save_timeout if the store is slow rather than stuck"
             )
-            self.events.append(SaveOutcome(draft["step"], None, error, held))
+            ended(None, error)
 
         self.writer.submit(run, timeout=timeout, on_timeout=give_up)
 
@@ -177,7 +184,9 @@ class Ledger:
 
     def release_held(self) -> None:
         """Forget what was kept back."""
-        self._held = None
+        if self._held is not None:
+            self._held[0].release()
+            self._held = None
 
     def prune(self) -> None:
         """Queue the deletes that retention allows now."""

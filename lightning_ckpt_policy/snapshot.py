@@ -1,35 +1,323 @@
-"""A checkpoint, taken at one moment, as bytes in host memory: everything is copied before the caller goes on."""
+"""A checkpoint, taken at one moment, as the bytes of its file in host memory.
+
+``torch.save`` writes the file into reused memory. What is known to stay still for a while may be left out at first
+and copied by a background thread; :meth:`Image.complete` is then called before anything can change it.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import threading
-from collections.abc import Iterator
-from functools import cached_property
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from lightning_ckpt_policy.checksum import checksum_of
+from lightning_ckpt_policy import _torch
+from lightning_ckpt_policy.checksum import Checksum
 
 CHUNK_BYTES = 8 << 20
+# a smaller tensor is copied at once: that takes no longer than to note that it has to be copied
+DEFER_BYTES = 16 << 10
+_PAGE = mmap.PAGESIZE
+_Bytes = npt.NDArray[np.uint8]
+
+
+class Staging:
+    """Host memory in chunks of :data:`CHUNK_BYTES`, page-aligned, touched once and used again by each snapshot.
+
+    A copy into memory that was never touched takes many times as long as one into memory that was.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[_Bytes] = []
+        self._made = 0
+        self._wanted = 0
+        self._pid = os.getpid()
+
+    def __reduce__(self) -> tuple[type[Staging], tuple[()]]:
+        return type(self), ()  # a copy in another process has no memory yet
+
+    @property
+    def size(self) -> int:
+        """Bytes of all chunks, free or in use."""
+        return self._made * CHUNK_BYTES
+
+    def take(self) -> _Bytes:
+        """A chunk, with whatever it held before."""
+        with self._lock:
+            if self._pid != os.getpid():  # a forked child doesn't have the parent's chunks
+                self._free, self._made, self._pid = [], 0, os.getpid()
+            if self._free:
+                return self._free.pop()
+            self._made += 1
+        return _new_chunk()
+
+    def give_back(self, chunks: Iterable[_Bytes]) -> None:
+        """Let chunks be used again."""
+        with self._lock:
+            self._free.extend(chunks)
+
+    def forget(self, count: int) -> None:
+        """Count so many chunks out that don't come back, since someone who hangs may still read them."""
+        with self._lock:
+            self._made -= count
+
+    def reserve(self, size: int) -> None:
+        """Make and touch chunks until there are ``size`` bytes, free or in use, or until :meth:`clear` is called."""
+        self._wanted = size
+        while True:
+            with self._lock:
+                if self.size >= self._wanted:
+                    return
+                self._made += 1
+            chunk = _new_chunk()
+            ctypes.memset(chunk.ctypes.data, 0, CHUNK_BYTES)
+            self.give_back([chunk])
+
+    def clear(self) -> None:
+        """Give the free chunks back to the system."""
+        with self._lock:
+            self._wanted = 0
+            self._made -= len(self._free)
+            self._free.clear()
+
+
+def _new_chunk() -> _Bytes:
+    memory = mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a fork would make every page be copied at its next use
+        if hasattr(mmap, advice):
+            try:
+                memory.madvise(getattr(mmap, advice))
+            except OSError:
+                pass  # a kernel without it works as well, only slower
+    return np.frombuffer(memory, np.uint8)
+
+
+@dataclass(frozen=True)
+class Still:
+    """A storage that nothing changes until a moment that the caller knows.
+
+    Attributes:
+        name: What users call what lies in it.
+        storage: The storage.
+        address: Where it lies.
+        tensors: Tensors on it, each with autograd's count of its changes.
+    """
+
+    name: str
+    storage: torch.UntypedStorage
+    address: int
+    tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+
+    @property
+    def moved(self) -> bool:
+        """Whether its memory was given up."""
+        return self.storage.data_ptr() != self.address
+
+    @property
+    def changed(self) -> bool:
+        """Whether autograd saw a change. Only a hint: fused steps, ``.data`` and aliases don't count."""
+        return self.moved or any(_torch.version_of(tensor) != version for tensor, version in self.tensors)
+
+
+def still_storages(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, Still]:
+    """The storages, by address, that may be copied later, of named tensors that stay still.
+
+    Small ones are left out, and those that aren't plain memory of this process alone.
+
+    >>> list(still_storages([("weight", torch.zeros(10_000)), ("bias", torch.zeros(3))]).values())[0].name
+    'weight'
+    """
+    still: dict[int, Still] = {}
+    for name, tensor in tensors:
+        if (
+            tensor.layout != torch.strided
+            or tensor.device.type != "cpu"
+            or tensor.is_quantized
+            or tensor.is_inference()
+            or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        ):
+            continue
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < DEFER_BYTES or storage.is_shared():
+            continue
+        one = still.setdefault(storage.data_ptr(), Still(name, storage, storage.data_ptr()))
+        one.tensors.append((tensor, _torch.version_of(tensor)))
+    return still
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes of a storage that are to be copied to a place in a chunk."""
+
+    still: Still
+    start: int
+    chunk: _Bytes
+    offset: int
+    size: int
+
+    def copy(self, in_background: bool) -> None:
+        if self.still.moved:
+            return  # `changed` tells the caller
+        source = self.still.address + self.start
+        if in_background:
+            ctypes.memmove(self.chunk.ctypes.data + self.offset, source, self.size)
+        else:
+            _copy(self.chunk, self.offset, source, self.size)
 
 
 class Image:
     """The bytes of a checkpoint file, held in chunks of host memory.
 
+    Whoever took it calls :meth:`seal` or :meth:`refuse` once the copy is complete; only a sealed one is written.
+
     Attributes:
         size: Bytes.
+        deferred: Bytes that weren't copied at once.
+        checksum: ``"crc32c:<hex>"`` of all bytes, once they were read through.
+        held_seconds: How long the training loop was held for it, seconds.
+        audit_seconds: How long checking the copy took, seconds; not part of `held_seconds`.
     """
 
-    def __init__(self, chunks: list[memoryview]) -> None:
-        self._chunks = chunks
-        self._lock = threading.Lock()
-        self.size = sum(chunk.nbytes for chunk in chunks)
+    def __init__(self, staging: Staging) -> None:
+        self.size = 0
+        self.deferred = 0
+        self.checksum: str | None = None
+        self.held_seconds = 0.0
+        self.audit_seconds = 0.0
+        self._staging = staging
+        self._chunks: list[_Bytes] | None = []
+        self._still: list[tuple[Still, int]] = []  # with their places in the file
+        self._pieces: deque[_Piece] = deque()
+        self._condition = threading.Condition()
+        self._copying = 0
+        self._sealed: bool | None = None
 
-    @cached_property
-    def checksum(self) -> str:
-        """``"crc32c:<hex>"`` of all bytes; worked out by the first thread that asks."""
-        return checksum_of(self.chunks())
+    # taking it
+
+    def write(self, data: memoryview, still: Mapping[int, Still]) -> None:
+        """Append bytes; those of a storage in ``still`` are only noted."""
+        size = data.nbytes
+        if size < DEFER_BYTES:
+            done = 0
+            for chunk, offset, take in self._append(size):
+                chunk.data[offset : offset + take] = data[done : done + take]
+                done += take
+            return
+        address = int(np.frombuffer(data, np.uint8).ctypes.data)
+        one = still.get(address)
+        if one is not None and one.storage.nbytes() == size:
+            self._still.append((one, self.size))
+            self.deferred += size
+            done = 0
+            for chunk, offset, take in self._append(size):
+                self._pieces.append(_Piece(one, done, chunk, offset, take))
+                done += take
+            return
+        for chunk, offset, take in self._append(size):
+            _copy(chunk, offset, address, take)
+            address += take
+
+    def _append(self, size: int) -> Iterator[tuple[_Bytes, int, int]]:
+        """Places for the next ``size`` bytes: chunk, offset in it, bytes."""
+        assert self._chunks is not None
+        while size:
+            offset = self.size % CHUNK_BYTES
+            if offset == 0:
+                self._chunks.append(self._staging.take())
+            take = min(size, CHUNK_BYTES - offset)
+            self.size += take
+            size -= take
+            yield self._chunks[-1], offset, take
+
+    def start(self) -> None:
+        """Begin to copy what was deferred, in a background thread."""
+        if self._pieces:
+            threading.Thread(target=self._copy_pieces, args=(True,), name="ckpt-copy", daemon=True).start()
+
+    @property
+    def copied(self) -> bool:
+        """Whether nothing deferred is left to be copied."""
+        return not self._pieces and not self._copying
+
+    def complete(self) -> None:
+        """Return once everything is copied; the caller's thread helps."""
+        self._copy_pieces(in_background=False)
+        with self._condition:
+            self._condition.wait_for(lambda: not self._copying)
+
+    def _copy_pieces(self, in_background: bool) -> None:
+        while True:
+            with self._condition:
+                if not self._pieces:
+                    return
+                piece = self._pieces.popleft()
+                self._copying += 1
+            try:
+                piece.copy(in_background)
+            finally:
+                del piece
+                with self._condition:
+                    self._copying -= 1
+                    self._condition.notify_all()
+
+    # checking it
+
+    @property
+    def changed(self) -> str | None:
+        """The name of a deferred storage that is known to have changed since, None if none is."""
+        return next((still.name for still, _ in self._still if still.changed), None)
+
+    def fingerprints(self) -> list[str]:
+        """Checksums of the deferred storages as they are now."""
+        return [_checksum([_at(still.address, still.storage.nbytes())]) for still, _ in self._still]
+
+    def differs(self, fingerprints: list[str]) -> str | None:
+        """The name of a deferred storage whose copy isn't what ``fingerprints`` told, None if all are equal."""
+        for (still, place), fingerprint in zip(self._still, fingerprints, strict=True):
+            if _checksum(self._staged(place, still.storage.nbytes())) != fingerprint:
+                return still.name
+        return None
+
+    def _staged(self, place: int, size: int) -> Iterator[_Bytes]:
+        assert self._chunks is not None
+        while size:
+            index, offset = divmod(place, CHUNK_BYTES)
+            take = min(size, CHUNK_BYTES - offset)
+            yield self._chunks[index][offset : offset + take]
+            place += take
+            size -= take
+
+    def seal(self) -> None:
+        """Say that the copy is complete and right."""
+        self._settle(True)
+
+    def refuse(self) -> None:
+        """Say that the copy is not to be used."""
+        self._settle(False)
+
+    def _settle(self, good: bool) -> None:
+        with self._condition:
+            if self._sealed is None:
+                self._sealed = good
+            self._still.clear()  # the state may be let go of
+            self._condition.notify_all()
+
+    def wait(self) -> bool:
+        """Wait for :meth:`seal` or :meth:`refuse`, and tell which it was."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._sealed is not None)
+            return bool(self._sealed)
+
+    # using it
 
     def chunks(self) -> Iterator[memoryview]:
         """The bytes in order, read-only, at most :data:`CHUNK_BYTES` at a time.
@@ -37,58 +325,56 @@ class Image:
         Raises:
             RuntimeError: the image was released.
         """
-        index = 0
-        while True:
-            with self._lock:
+        for start in range(0, self.size, CHUNK_BYTES):
+            with self._condition:
                 if self._chunks is None:
                     raise RuntimeError("this snapshot's memory was released, since its save was given up")
-                if index == len(self._chunks):
-                    return
-                chunk = self._chunks[index]
-            yield chunk
-            index += 1
+                chunk = self._chunks[start // CHUNK_BYTES]
+            yield chunk.data[: self.size - start].toreadonly()
 
-    def release(self) -> None:
-        """Let go of the memory, also while a writer that hangs still holds this image."""
-        with self._lock:
-            self._chunks = None  # type: ignore[assignment]
+    def release(self, *, in_use: bool = False) -> None:
+        """Let the memory be used again, or, if a writer that hangs may still read it, let go of it."""
+        self.refuse()
+        with self._condition:
+            chunks, self._chunks = self._chunks, None
+            self._pieces.clear()
+            self._condition.wait_for(lambda: not self._copying)
+        if chunks is not None:
+            if in_use:
+                self._staging.forget(len(chunks))
+            else:
+                self._staging.give_back(chunks)
 
 
 class _Sink:
     """The file object that ``torch.save`` writes into."""
 
-    def __init__(self) -> None:
-        self._full: list[bytearray] = []
-        self._current = bytearray()
+    def __init__(self, image: Image, still: Mapping[int, Still]) -> None:
+        self._image = image
+        self._still = still
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        start = 0
-        while start < view.nbytes:
-            take = min(CHUNK_BYTES - len(self._current), view.nbytes - start)
-            self._current += view[start : start + take]
-            start += take
-            if len(self._current) == CHUNK_BYTES:
-                self._full.append(self._current)
-                self._current = bytearray()
+        self._image.write(view, self._still)
         return view.nbytes
 
     def flush(self) -> None:
         pass
 
-    def image(self) -> Image:
-        chunks = [*self._full, self._current] if self._current else self._full
-        return Image([memoryview(chunk).toreadonly() for chunk in chunks])
 
-
-def take_snapshot(checkpoint: dict[str, Any]) -> Image:
+def take_snapshot(
+    checkpoint: dict[str, Any], staging: Staging | None = None, still: Mapping[int, Still] | None = None
+) -> Image:
     """Copy a checkpoint into host memory, as the bytes that ``torch.save`` writes for it.
 
     Whatever is changed afterwards (in place, through a view, in a NumPy array, in a custom object) doesn't reach the
-    image; storages shared by several tensors are stored once, as in a file saved directly.
+    image, but for the storages in ``still``, which may not change before :meth:`Image.complete` has returned.
+    Storages shared by several tensors are stored once, as in a file saved directly.
 
     Args:
         checkpoint: What ``Trainer.save_checkpoint`` dumped: anything that ``torch.save`` accepts.
+        staging: The memory to use, by default new one.
+        still: What needn't be copied at once, from :func:`still_storages`.
 
     Raises:
         Exception: what ``torch.save`` raises for an object that can't be pickled.
@@ -100,6 +386,30 @@ def take_snapshot(checkpoint: dict[str, Any]) -> Image:
     >>> torch.load(io.BytesIO(b"".join(image.chunks())))
     {'weight': tensor([0., 0.])}
     """
-    sink = _Sink()
-    torch.save(checkpoint, sink)  # type: ignore[arg-type]
-    return sink.image()
+    image = Image(staging or Staging())
+    try:
+        with _torch.without_crc32():
+            torch.save(checkpoint, _Sink(image, still or {}))  # type: ignore[arg-type]
+    except BaseException:
+        image.release()
+        raise
+    return image
+
+
+def _at(address: int, size: int) -> _Bytes:
+    """The bytes at an address, without a copy."""
+    memory: Any = (ctypes.c_ubyte * size).from_address(address)
+    found: _Bytes = np.frombuffer(memory, np.uint8)
+    return found
+
+
+def _copy(chunk: _Bytes, offset: int, address: int, size: int) -> None:
+    """Copy bytes into a chunk, with as many threads as torch uses."""
+    torch.from_numpy(chunk[offset : offset + size]).copy_(torch.from_numpy(_at(address, size)))
+
+
+def _checksum(parts: Iterable[_Bytes]) -> str:
+    checksum = Checksum()
+    for part in parts:
+        checksum.update(part.data)
+    return str(checksum)

@@ -61,9 +61,8 @@ class Image(Protocol):
     def size(self) -> int:
         """Bytes."""
 
-    @property
-    def checksum(self) -> str:
-        """``"crc32c:<hex>"`` of all bytes."""
+    checksum: str | None
+    """``"crc32c:<hex>"`` of all bytes, None until they were read through."""
 
     def chunks(self) -> Iterator[memoryview]:
         """The bytes in order. Called again for another try."""
@@ -469,7 +468,9 @@ class CheckpointStore:
                 yield chunk
 
         def confirm() -> None:
-            if str(checksum) != image.checksum:
+            if image.checksum is None:
+                image.checksum = str(checksum)
+            elif image.checksum != str(checksum):
                 raise CheckpointSaveError(
                     f"{self._full(pending.name)!r}: the staged copy changed while it was written "
                     f"({checksum} instead of {image.checksum})"
@@ -492,7 +493,7 @@ class CheckpointStore:
             guard()
             self._check_ours(pending)
             record = dataclasses.replace(
-                record, checksum=image.checksum, sequence=self._next_sequence(), write_seconds=seconds
+                record, checksum=str(checksum), sequence=self._next_sequence(), write_seconds=seconds
             )
             backend.write(pending.name + RECORD_SUFFIX, record.to_json(), owner=_owner(pending))
         except BaseException as error:

@@ -35,6 +35,8 @@ class BackgroundWriter:
     exit_timeout = 60.0
 
     def __init__(self) -> None:
+        #: Called before anyone waits: it does what the jobs need of the thread that will wait
+        self.before_wait: Job = lambda: None
         self._condition = threading.Condition()
         self._saves: deque[tuple[Job, float | None, Job | None]] = deque()
         self._cleanups: deque[tuple[Job, float | None, Job | None]] = deque()
@@ -89,6 +91,7 @@ class BackgroundWriter:
         """
         if os.getpid() != self._pid:  # a forked child has no such thread and nothing to wait for
             return True
+        self.before_wait()
         with self._condition:
             return self._condition.wait_for(lambda: not self.saving if saves_only else self.idle, timeout)
 

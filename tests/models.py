@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import nn
@@ -147,3 +148,14 @@ def fit(
         assert crash_at is not None
     observer.trainer = trainer  # type: ignore[attr-defined]
     return observer
+
+
+def drain_each_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each save be confirmed before training goes on, so that no trigger waits for one on its way."""
+    original = CheckpointPolicy._save
+
+    def save(self: CheckpointPolicy, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self._writer.drain(30)
+
+    monkeypatch.setattr(CheckpointPolicy, "_save", save)

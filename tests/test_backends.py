@@ -15,9 +15,11 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 
 from lightning_ckpt_policy import backends
 from lightning_ckpt_policy.backends import Backend, LocalBackend, MemoryBackend, make_backend, make_filesystem, redact
+from lightning_ckpt_policy.snapshot import CHUNK_BYTES, take_snapshot
 from tests.faults import Fault, FaultyOs, ObjectFileSystem, Schedule, register
 
 register()
@@ -485,3 +487,44 @@ def test_redact_knows_how_values_are_quoted() -> None:
     options = {"token": {"private_key": key}, "sig": "abc/def+ghi=="}
     for text in (repr(options), json.dumps(options), "?sig=abc%2Fdef%2Bghi%3D%3D&x", "?sig=abc/def%2Bghi%3D%3D", key):
         assert not any(part in redact(text, options) for part in ("MIIEvQ", "kqhkiG9", "abc/def", "abc%2Fdef"))
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system always uses its page cache")
+@pytest.mark.parametrize(
+    ("refuses", "direct"),
+    [
+        (None, [True, True, True, False]),
+        ("set", [False, False, False, False]),
+        (0, [True, False, False, False, False]),
+        (1, [True, True, False, False, False]),
+    ],
+)
+def test_aligned_chunks_pass_the_page_cache_by(
+    local: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str | int | None, direct: list[bool]
+) -> None:
+    """What isn't aligned, and what the filesystem doesn't take in this way, goes through it."""
+    write_all, setfl = backends._write_all, backends.fcntl.F_SETFL
+    seen: list[bool] = []
+
+    def write(file: Any, data: Any) -> int:
+        seen.append(bool(real(file.fileno(), backends.fcntl.F_GETFL) & os.O_DIRECT))
+        if len(seen) - 1 == refuses:
+            write_all(file, data[:4096])
+            raise OSError(errno.EINVAL, "not in this way")
+        return write_all(file, data)
+
+    def control(descriptor: int, command: int, *args: Any) -> int:
+        if refuses == "set" and command == setfl:
+            raise OSError(errno.EINVAL, "not here")
+        return real(descriptor, command, *args)
+
+    real = backends.fcntl.fcntl
+    monkeypatch.setattr(backends, "_write_all", write)
+    monkeypatch.setattr(backends.fcntl, "fcntl", control)
+    chunks = list(take_snapshot({"a": torch.randn(7 * CHUNK_BYTES // 8)}).chunks())
+    size = sum(chunk.nbytes for chunk in chunks)
+    local.write_payload("a.ckpt", chunks, size)
+    assert (tmp_path / "a.ckpt").read_bytes() == b"".join(chunks)
+    if refuses is None and not any(seen):
+        pytest.skip("the temporary folder's filesystem has no O_DIRECT")
+    assert seen == direct

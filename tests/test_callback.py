@@ -84,18 +84,6 @@ def deletes(monkeypatch: pytest.MonkeyPatch) -> Faults:
     return Faults(monkeypatch, "delete")
 
 
-@pytest.fixture
-def drained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each save is confirmed before training goes on, so that no trigger waits for one on its way."""
-    original = CheckpointPolicy._save
-
-    def save(self: CheckpointPolicy, *args: Any) -> None:
-        original(self, *args)
-        self._writer.drain(30)
-
-    monkeypatch.setattr(CheckpointPolicy, "_save", save)
-
-
 # when
 
 

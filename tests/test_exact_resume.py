@@ -21,8 +21,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ckpt_policy import AfterValidation, AtSteps, CheckpointPolicy, EveryNEpochs, EveryNTrainSteps, KeepAll
-from lightning_ckpt_policy.ledger import Ledger
-from tests.models import Net, Rows, differences, fit, loader
+from tests.models import Net, Rows, differences, drain_each_save, fit, loader
 
 
 def interrupted_and_resumed(
@@ -196,7 +195,7 @@ def test_averaged_weights(tmp_path: Path, save_at: int, validate: bool) -> None:
 
 
 def test_a_crash_during_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drained_saves(monkeypatch)
+    drain_each_save(monkeypatch)
 
     class Breaks(Net):
         broken = True
@@ -243,16 +242,6 @@ def test_logged_steps_and_values_go_on(tmp_path: Path, save_at: int, validation:
     assert trained == list(range(save_at, 30))
 
 
-def drained_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Ledger.submit
-
-    def submit(ledger: Ledger, *args: Any) -> None:
-        original(ledger, *args)
-        ledger.writer.drain(30)
-
-    monkeypatch.setattr(Ledger, "submit", submit)
-
-
 class EpochMetric(Net):
     """Logs the mean of an epoch, and draws at the ends of epochs."""
 
@@ -297,7 +286,7 @@ class TakesDict(Net):
 def test_odd_trainings_saved_at_every_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Any, options: dict[str, Any], crash_at: int
 ) -> None:
-    drained_saves(monkeypatch)
+    drain_each_save(monkeypatch)
 
     def run(*args: Any, **more: Any) -> Any:
         return fit(tmp_path, *args, model=model, **{**copy.deepcopy(options), **more})
@@ -318,7 +307,7 @@ def test_odd_trainings_saved_at_every_point(
 def test_several_loaders_at_an_epochs_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, str], mode: str, validate: bool
 ) -> None:
-    drained_saves(monkeypatch)
+    drain_each_save(monkeypatch)
 
     def run(*args: Any, **more: Any) -> Any:
         train = partial(two_loaders, kinds, mode)
@@ -335,7 +324,7 @@ def test_several_loaders_at_an_epochs_end(
 
 
 def test_early_stopping_on_any_metric_survives_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drained_saves(monkeypatch)
+    drain_each_save(monkeypatch)
     for metric, validate in (("mean_loss", False), ("mean_loss", True), ("val_loss", True)):
         root = tmp_path / f"{metric}-{validate}"
 

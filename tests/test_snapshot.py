@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ckpt_policy.snapshot import CHUNK_BYTES, take_snapshot
+from lightning_ckpt_policy import _torch
+from lightning_ckpt_policy.snapshot import CHUNK_BYTES, DEFER_BYTES, Image, Staging, still_storages, take_snapshot
+
+MANY = DEFER_BYTES  # numbers, of four bytes each
 
 
 class Custom:
@@ -25,6 +30,22 @@ class Custom:
 
 def load(image: Any) -> Any:
     return torch.load(io.BytesIO(b"".join(image.chunks())), weights_only=False)
+
+
+def direct(state: Any) -> bytes:
+    """What ``torch.save`` writes."""
+    file = io.BytesIO()
+    with _torch.without_crc32():
+        torch.save(state, file)
+    return file.getvalue()
+
+
+def content(image: Image) -> bytes:
+    return b"".join(image.chunks())
+
+
+def defer(state: dict[str, torch.Tensor], staging: Staging | None = None) -> Image:
+    return take_snapshot(state, staging, still_storages(state.items()))
 
 
 def tensor_in_place() -> tuple[Any, Callable[[], Any]]:
@@ -106,11 +127,10 @@ def sparse() -> tuple[Any, Callable[[], Any]]:
 )
 def test_a_later_change_does_not_reach_the_image(make: Callable[[], tuple[Any, Callable[[], Any]]]) -> None:
     value, change = make()
-    direct = io.BytesIO()
-    torch.save({"value": value}, direct)
+    expected = direct({"value": value})
     image = take_snapshot({"value": value})
     change()
-    assert b"".join(image.chunks()) == direct.getvalue()
+    assert content(image) == expected
     load(image)
 
 
@@ -143,3 +163,236 @@ def test_a_released_image_ends_a_writer_that_still_reads_it() -> None:
 def test_what_cannot_be_pickled_is_an_error_at_once() -> None:
     with pytest.raises(Exception, match=r"(?i)pickle"):
         take_snapshot({"a": lambda: None})
+
+
+# copied later
+
+
+def large() -> dict[str, torch.Tensor]:
+    flat = torch.randn(3 * MANY)
+    return {
+        "weight": torch.nn.Parameter(torch.randn(MANY)),
+        "half": torch.randn(5, MANY).to(torch.bfloat16),
+        "complex": torch.randn(MANY, dtype=torch.complex64),
+        "one": flat[:MANY],
+        "other": flat[MANY:],
+        "turned": torch.randn(MANY, 3).t(),
+        "several chunks": torch.randn(5 * CHUNK_BYTES // 8),
+        "small": torch.randn(3),
+    }
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_what_stays_still_is_copied_later(in_background: bool) -> None:
+    state = large()
+    expected = direct(state)
+    staging = Staging()
+    image = defer(state, staging)
+    deferred = sum(size for name, size in sizes(state).items() if name != "small")
+    assert image.deferred == deferred
+    assert not image.copied
+    assert content(image) != expected
+    if in_background:
+        image.start()
+    image.complete()
+    assert image.copied
+    assert image.changed is None
+    assert content(image) == expected
+    image.release()
+    # the memory still holds those bytes: the next image must not show them
+    other = {name: tensor.detach() + 1 for name, tensor in state.items()}
+    again = defer(other, staging)
+    again.complete()
+    assert content(again) == direct(other)
+
+
+def sizes(state: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Bytes of each storage, under the name that comes first."""
+    found: dict[int, tuple[str, int]] = {}
+    for name, tensor in state.items():
+        storage = tensor.untyped_storage()
+        found.setdefault(storage.data_ptr(), (name, storage.nbytes()))
+    return dict(found.values())
+
+
+def in_place(tensor: torch.Tensor) -> None:
+    tensor.add_(1)
+
+
+def unseen(tensor: torch.Tensor) -> None:
+    tensor.data.add_(1)
+
+
+def through_numpy(tensor: torch.Tensor) -> None:
+    tensor.numpy()[:] += 1
+
+
+def resized(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("name", ["half", "other", "several chunks"])
+@pytest.mark.parametrize(
+    ("change", "seen"), [(in_place, True), (unseen, False), (through_numpy, False), (resized, True)]
+)
+def test_a_change_before_the_copy_is_found(change: Callable[[torch.Tensor], None], seen: bool, name: str) -> None:
+    state = large()
+    tensor = state[name]
+    if change is through_numpy and tensor.dtype == torch.bfloat16:
+        tensor = state["turned"]
+        name = "turned"
+    image = defer(state)
+    fingerprints = image.fingerprints()
+    change(tensor)
+    image.complete()
+    # a view's name is that of the first one on its memory
+    name = "one" if name == "other" else name
+    assert image.changed == (name if seen else None)
+    assert image.differs(fingerprints) == name
+
+
+def test_no_change_is_no_difference() -> None:
+    image = defer(large())
+    fingerprints = image.fingerprints()
+    image.start()
+    image.complete()
+    assert image.changed is None
+    assert image.differs(fingerprints) is None
+
+
+def test_a_storage_that_is_replaced_is_copied_as_it_was() -> None:
+    weight = torch.nn.Parameter(torch.randn(MANY))
+    expected = direct({"weight": weight})
+    image = defer({"weight": weight})
+    weight.data = torch.zeros(MANY)
+    image.complete()
+    assert content(image) == expected
+
+
+def shared() -> torch.Tensor:
+    return torch.zeros(MANY).share_memory_()
+
+
+def subclass() -> torch.Tensor:
+    class Tagged(torch.Tensor):
+        pass
+
+    return torch.zeros(MANY).as_subclass(Tagged)
+
+
+def inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(MANY)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        shared,
+        subclass,
+        inference,
+        lambda: torch.eye(200).to_sparse(),
+        lambda: torch.eye(200).to_sparse_csr(),
+        lambda: torch.quantize_per_tensor(torch.zeros(4 * MANY), 0.1, 0, torch.qint8),
+        lambda: torch.zeros(MANY, device="meta"),
+        lambda: torch.zeros(0),
+        lambda: torch.tensor(1.0),
+        lambda: torch.zeros(DEFER_BYTES // 4 - 1),
+    ],
+)
+def test_what_may_change_or_is_small_is_copied_at_once(make: Callable[[], torch.Tensor]) -> None:
+    assert still_storages([("tensor", make())]) == {}
+
+
+# the memory
+
+
+def addresses(image: Image) -> set[int]:
+    return {np.frombuffer(chunk, np.uint8).ctypes.data for chunk in image.chunks()}
+
+
+def test_memory_is_used_again() -> None:
+    staging = Staging()
+    first = take_snapshot(large(), staging)
+    used, size = addresses(first), staging.size
+    first.release()
+    for _ in range(3):
+        image = take_snapshot(large(), staging)
+        assert addresses(image) == used
+        image.release()
+    assert staging.size == size
+    staging.clear()
+    assert staging.size == 0
+
+
+def test_memory_that_may_be_read_by_a_writer_that_hangs_is_not_used_again() -> None:
+    staging = Staging()
+    image = take_snapshot(large(), staging)
+    chunks = image.chunks()
+    held = next(chunks)
+    before = bytes(held)
+    image.release(in_use=True)
+    image.release()  # the writer's own, once it ends
+    assert staging.size == 0
+    other = take_snapshot(large(), staging)
+    assert bytes(held) == before
+    with pytest.raises(RuntimeError, match="given up"):
+        next(chunks)
+    assert other.size
+
+
+def test_reserved_memory_is_what_the_first_image_uses() -> None:
+    staging = Staging()
+    staging.reserve(3 * CHUNK_BYTES - 1)
+    assert staging.size == 3 * CHUNK_BYTES
+    image = take_snapshot({"a": torch.randn(5 * CHUNK_BYTES // 8)}, staging)
+    assert len(addresses(image)) == 3
+    assert staging.size == 3 * CHUNK_BYTES
+    staging.reserve(3 * CHUNK_BYTES)
+    assert staging.size == 3 * CHUNK_BYTES
+
+
+def test_chunks_begin_at_a_page() -> None:
+    image = take_snapshot(large())
+    assert all(address % 4096 == 0 for address in addresses(image))
+
+
+def test_an_error_gives_the_memory_back() -> None:
+    staging = Staging()
+    with pytest.raises(Exception, match=r"(?i)pickle"):
+        take_snapshot({"a": torch.randn(MANY), "b": lambda: None}, staging)
+    free = take_snapshot(large(), staging)
+    assert staging.size == len(addresses(free)) * CHUNK_BYTES
+
+
+def test_a_forked_child_has_memory_of_its_own() -> None:
+    staging = Staging()
+    image = take_snapshot(large(), staging)
+    image.release()
+    child = os.fork()
+    if child == 0:
+        state = {"a": torch.ones(3)}  # few: torch's own threads don't survive a fork
+        os._exit(0 if content(take_snapshot(state, staging)) == direct(state) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_an_image_is_written_once_it_is_sealed() -> None:
+    image, refused, late = (take_snapshot({"a": 1}) for _ in range(3))
+    waiting = threading.Thread(target=image.wait)
+    waiting.start()
+    assert waiting.is_alive()
+    image.seal()
+    waiting.join(30)
+    refused.refuse()
+    late.release()
+    assert (image.wait(), refused.wait(), late.wait()) == (True, False, False)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_setting_of_torch_is_put_back(before: bool) -> None:
+    torch.serialization.set_crc32_options(before)
+    try:
+        take_snapshot({"a": 1})
+        assert torch.serialization.get_crc32_options() == before
+    finally:
+        torch.serialization.set_crc32_options(True)

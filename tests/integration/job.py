@@ -21,7 +21,7 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_ckpt_policy
-from lightning_ckpt_policy import CheckpointPolicy
+from lightning_ckpt_policy import CheckpointPolicy, snapshot
 from lightning_ckpt_policy.backends import LocalBackend
 from tests.models import Rows, fit, loader
 
@@ -42,6 +42,19 @@ class Disturb(Callback):
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError(f"rank {trainer.global_rank} at step {trainer.global_step}")
+
+
+class Meddle(Callback):
+    """Changes the weights after a save point, where nothing should."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            with torch.no_grad():
+                for parameter in pl_module.parameters():
+                    parameter.add_(0.001)
 
 
 def disturb_writes(seconds: float, fail: bool) -> None:
@@ -74,7 +87,9 @@ def main() -> None:
     parser.add_argument("--write-seconds", type=float, default=0.0, help="slows each payload's write down")
     parser.add_argument("--fail-writes", action="store_true", help="lets each payload's write fail")
     parser.add_argument("--group-timeout", type=float, default=1800.0, help="of the process group, seconds")
+    parser.add_argument("--meddle-at", type=int, default=-1, help="changes weights before the batch after this step")
     args = parser.parse_args()
+    snapshot.DEFER_BYTES = 1  # let this small state be copied in the background too
     disturb_writes(args.write_seconds, args.fail_writes)
 
     policy = CheckpointPolicy(
@@ -100,7 +115,7 @@ def main() -> None:
         ckpt_path=None if args.no_policy else "last",
         train=train,
         validate=True,
-        callbacks=[Disturb(args.step_seconds, args.crash_at, args.crash_rank, args.crash_how)],
+        callbacks=[Disturb(args.step_seconds, args.crash_at, args.crash_rank, args.crash_how), Meddle(args.meddle_at)],
         max_epochs=args.epochs,
         devices=args.devices,
         **distributed,

@@ -72,6 +72,12 @@ def test_an_error_on_one_rank_ends_the_run(tmp_path: Path, rank: str) -> None:
     store.verify(newest)
 
 
+def test_ranks_agree_that_a_copy_is_no_good(tmp_path: Path) -> None:
+    output = run(tmp_path, *TWO, "--trigger", "AtSteps([4, 20])", "--retention", "KeepAll()", "--meddle-at", "4")
+    assert output.count("was changed between the save point of step 4") == 1
+    assert [record.step for record in CheckpointStore(str(tmp_path / "ckpt")).records()] == [5, 20, 30]
+
+
 def test_no_rank_waits_in_a_collective_for_a_slow_store(tmp_path: Path) -> None:
     options = ("--epochs", "1", "--write-seconds", "14", "--group-timeout", "9", "--trigger", "EveryNEpochs(1)")
     run(tmp_path, *TWO, *options)
