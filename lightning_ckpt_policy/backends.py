@@ -643,7 +643,7 @@ def _write_direct(file: Any, chunk: bytes | memoryview) -> bool:
     try:
         _write_all(file, chunk)
     except OSError as error:
-        if error.errno != errno.EINVAL or not _set_direct(file, False):
+        if error.errno not in (errno.EINVAL, errno.EFAULT) or not _set_direct(file, False):
             raise
         file.seek(start)
         _write_all(file, chunk)

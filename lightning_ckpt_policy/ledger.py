@@ -121,7 +121,7 @@ class Ledger:
         """Queue a save.
 
         Args:
-            image: The captured state, written once it is sealed; its memory is let go of once the save has ended.
+            image: The captured state, complete; its memory is let go of once the save has ended.
             draft: The record's fields, without those that only the store knows.
             timeout: Seconds after which the save has failed, whatever the store does.
         """
@@ -132,9 +132,6 @@ class Ledger:
 
         def run() -> None:
             try:
-                if not image.wait():
-                    save.settle()  # whoever refused it has said so
-                    return
                 record = self._commit(save, image, {**draft, "held_seconds": image.held_seconds})
             except BaseException as error:
                 if save.settle():
