@@ -241,12 +241,6 @@ class Image:
     def write(self, data: memoryview, still: Mapping[int, Still]) -> None:
         """Append bytes; those of a storage in ``still`` are only noted."""
         size = data.nbytes
-        if size < DEFER_BYTES:
-            done = 0
-            for chunk, offset, take in self._append(size):
-                chunk.data[offset : offset + take] = data[done : done + take]
-                done += take
-            return
         address = int(np.frombuffer(data, np.uint8).ctypes.data)
         one = still.get(address)
         if one is not None and one.storage.nbytes() == size:
@@ -411,12 +405,17 @@ class _Sink:
     def __init__(self, image: Image, still: Mapping[int, Still]) -> None:
         self._image = image
         self._still = still
+        self._small = bytearray()  # many writes are of a few bytes
         self.storages: dict[int, torch.UntypedStorage] = {}  # that are to come, in order
 
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self._image.write(view, self._still)
-        return view.nbytes
+    def write(self, data: memoryview) -> int:
+        size = data.nbytes
+        if size < DEFER_BYTES:
+            self._small += data
+        else:
+            self.flush()
+            self._image.write(data, self._still)
+        return size
 
     def expect(self, tensor: torch.Tensor) -> None:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
@@ -427,13 +426,16 @@ class _Sink:
 
     def seek(self, size: int, whence: int) -> None:
         if size:
+            self.flush()
             storage = self.storages.pop(next(iter(self.storages)))
             if whence != os.SEEK_CUR or storage.nbytes() != size:
                 raise RuntimeError(f"a storage of {size} bytes is written where one of {storage.nbytes()} should be")
             self._image.write_storage(storage, self._still)
 
     def flush(self) -> None:
-        pass
+        if self._small:
+            self._image.write(memoryview(self._small), {})
+            self._small = bytearray()
 
 
 def take_snapshot(
@@ -466,11 +468,16 @@ def take_snapshot(
             if any(one.on_device for one in (still or {}).values()):
                 _save_from_device(checkpoint, image, still or {})
             else:
-                torch.save(checkpoint, _Sink(image, still or {}))  # type: ignore[arg-type]
+                _save(checkpoint, _Sink(image, still or {}))
     except BaseException:
         image.release()
         raise
     return image
+
+
+def _save(checkpoint: dict[str, Any], sink: _Sink) -> None:
+    torch.save(checkpoint, sink)  # type: ignore[arg-type]
+    sink.flush()
 
 
 def _save_from_device(checkpoint: dict[str, Any], image: Image, still: Mapping[int, Still]) -> None:
@@ -478,12 +485,13 @@ def _save_from_device(checkpoint: dict[str, Any], image: Image, still: Mapping[i
     sink = _Sink(image, still)
     try:
         _torch.save_without_data(checkpoint, sink, sink.expect)
+        sink.flush()
         if sink.storages:
             raise RuntimeError(f"{len(sink.storages)} storages weren't written")
     except Exception as error:
         log.warning("all state is copied before training goes on: %s: %s", type(error).__name__, error)
         image.clear()
-        torch.save(checkpoint, _Sink(image, {}))  # type: ignore[arg-type]
+        _save(checkpoint, _Sink(image, {}))
 
 
 def _copy_storage(
