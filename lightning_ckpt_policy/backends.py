@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 from urllib.parse import quote, quote_plus
@@ -56,9 +56,19 @@ class Backend:
 
     retry_same_name = False
 
-    def __init__(self, fs: Any, root: str) -> None:
+    def __init__(self, fs: Any, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self.fs = fs
         self.root = root.rstrip("/")
+        self._options = storage_options
+
+    def _call(self, doing: str, method: str, path: str, *args: Any, **options: Any) -> Any:
+        """Call a method of the filesystem; ``doing`` says what for: to "write", "read", "list" or "delete"."""
+        return getattr(self.fs, method)(path, *args, **options)
+
+    @contextlib.contextmanager
+    def time_limit(self, seconds: float | None) -> Iterator[None]:
+        """End this thread's requests once ``seconds`` have passed since now, where the filesystem can."""
+        yield
 
     def path(self, name: str) -> str:
         """The path of ``name`` as the filesystem wants it."""
@@ -78,20 +88,20 @@ class Backend:
     def is_file(self) -> bool:
         """Whether a file lies where the folder should be."""
         try:
-            return bool(self.fs.info(self.root or "/")["type"] == "file")
+            return bool(self._call("read", "info", self.root or "/")["type"] == "file")
         except Exception:  # not there, or not for us to ask about; whether it can be written to is what counts
             return False
 
     def probe(self) -> None:
         """Write and delete a small file; any error means that the folder isn't writable."""
-        self.fs.pipe_file(self.path(_PROBE), b"write test")
+        self._call("write", "pipe_file", self.path(_PROBE), b"write test")
         self.delete(_PROBE)
 
     def entries(self, folder: str = "") -> dict[str, Entry | None]:
         """Everything in the folder by name: an ``Entry`` for a file, else None. A missing folder is empty."""
         prefix = self.path(folder).rstrip("/") + "/"
         try:
-            listing = self.fs.ls(self.path(folder) or "/", detail=True)
+            listing = self._call("list", "ls", self.path(folder) or "/", detail=True)
         except FileNotFoundError:
             return {}
         found: dict[str, Entry | None] = {}
@@ -102,7 +112,7 @@ class Backend:
                 continue  # an object store may list the folder's own placeholder
             if info.get("islink"):
                 with contextlib.suppress(FileNotFoundError):
-                    info = self.fs.info(path)  # what it points to
+                    info = self._call("read", "info", path)  # what it points to
             if info["type"] == "file":
                 version = tuple(info.get(key) for key in _VERSION_KEYS)
                 known = any(part is not None for part in version)
@@ -114,7 +124,7 @@ class Backend:
     def names(self) -> set[str]:
         """The names of everything in the folder; cheaper than `entries` where there are many."""
         try:
-            listing = self.fs.ls(self.root or "/", detail=False)
+            listing = self._call("list", "ls", self.root or "/", detail=False)
         except FileNotFoundError:
             return set()
         return {str(path).rstrip("/").rpartition("/")[2] for path in listing}
@@ -126,7 +136,7 @@ class Backend:
     def size(self, name: str) -> int | None:
         """Bytes of a file, None if there is none."""
         try:
-            info = self.fs.info(self.path(name))
+            info = self._call("read", "info", self.path(name))
         except FileNotFoundError:
             return None
         return int(info["size"]) if info["type"] == "file" else None
@@ -137,7 +147,7 @@ class Backend:
         Raises:
             FileNotFoundError: There is no such file.
         """
-        return bytes(self.fs.cat_file(self.path(name)))
+        return bytes(self._call("read", "cat_file", self.path(name)))
 
     def read_many(self, names: Iterable[str]) -> dict[str, bytes | Exception]:
         """Small files whole, each with its bytes or the error that reading it gave; at once where the store can."""
@@ -190,9 +200,9 @@ class Backend:
         path = self.path(name)
         try:
             if exclusive:
-                self.fs.pipe_file(path, data, mode="create")
+                self._call("write", "pipe_file", path, data, mode="create")
             else:
-                self.fs.pipe_file(path, data)
+                self._call("write", "pipe_file", path, data)
         except Exception as error:
             # the answer to a write that succeeded may have been lost, so what lies there decides
             there = self._read_or_error(name)
@@ -201,11 +211,18 @@ class Backend:
             if exclusive and isinstance(there, bytes):
                 raise FileExistsError(errno.EEXIST, "there is such a file already", path) from error
             raise
-        arrived = self.size(name)
-        if arrived != len(data):
+        try:
+            self._compare_small(name, data)
+        except OSError:
             if exclusive:
                 self._discard(name)
-            raise _size_error(path, arrived, len(data))
+            raise
+
+    def _compare_small(self, name: str, data: bytes) -> None:
+        """Raise an ``OSError`` if a small file isn't what was written."""
+        arrived = self.size(name)
+        if arrived != len(data):
+            raise size_error(self.path(name), arrived, len(data))
 
     def write_payload(
         self,
@@ -232,13 +249,13 @@ class Backend:
         try:
             written = sum(_write_all(file, chunk) for chunk in chunks)
             if written != size:
-                raise _size_error(path, written, size)
+                raise size_error(path, written, size)
             confirm()
             closing = True
             file.close()
             arrived = self.size(name)
             if arrived != size:
-                raise _size_error(path, arrived, size)
+                raise size_error(path, arrived, size)
         except BaseException:
             # closing an fsspec file finishes its upload, and so does dropping it, whatever became of the bytes
             _abandon(file)
@@ -249,7 +266,15 @@ class Backend:
     def delete(self, name: str) -> None:
         """Delete a file; a missing one is fine."""
         with contextlib.suppress(FileNotFoundError):
-            self.fs.rm_file(self.path(name))
+            self._call("delete", "rm_file", self.path(name))
+
+    def drop_unfinished(self, name: str, tag: str) -> Sequence[str]:
+        """Remove what a killed `write_payload` of that name and tag left. Returns the names of deleted files."""
+        temporary = self.temporary(name, tag)
+        if temporary is None or self.size(temporary) is None:
+            return []
+        self.delete(temporary)
+        return [temporary]
 
     def _discard(self, name: str) -> None:
         with contextlib.suppress(Exception):
@@ -288,7 +313,7 @@ class MemoryBackend(Backend):
         """As ``Backend.write_payload``, in one piece: a file opened in memory is visible before it is filled."""
         data = b"".join(chunks)
         if len(data) != size:
-            raise _size_error(self.path(name), len(data), size)
+            raise size_error(self.path(name), len(data), size)
         confirm()
         new = self.size(name) is None
         try:
@@ -439,12 +464,12 @@ class LocalBackend(Backend):
         file.flush()
         # space that was reserved makes a file look whole, so the position is asked as well
         if file.tell() != size:
-            raise _size_error(path, file.tell(), size)
+            raise size_error(path, file.tell(), size)
         os.fsync(file.fileno())
         file.close()
         arrived = int(self.fs.info(path)["size"])
         if arrived != size:
-            raise _size_error(path, arrived, size)
+            raise size_error(path, arrived, size)
 
     def _close_and_remove(self, file: Any, path: str) -> None:
         with contextlib.suppress(Exception):
@@ -511,7 +536,7 @@ class _Discreet:
             try:
                 result = value(*args, **kwargs)
             except Exception as error:
-                if _redact_error(error, self._options):
+                if redact_error(error, self._options):
                     raise
                 raise OSError(redact(f"{type(error).__name__}: {error}", self._options)) from None
             return _Discreet(result, self._options) if name == "open" else result
@@ -528,7 +553,7 @@ class _Discreet:
         self.close()
 
 
-def _redact_error(error: BaseException, options: Mapping[str, Any]) -> bool:
+def redact_error(error: BaseException, options: Mapping[str, Any] | None) -> bool:
     """Take the options' values out of an error and of what caused it; whether their texts are free of them then.
 
     An ``OSError`` keeps its kind and the path it names, which is no secret.
@@ -556,7 +581,12 @@ def make_backend(url: str, storage_options: Mapping[str, Any] | None = None) -> 
     """
     fs, path = make_filesystem(url, storage_options)
     protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
-    return _BACKENDS.get(protocol, Backend)(fs, path)
+    backend = _BACKENDS.get(protocol)
+    if backend is None and getattr(fs, "async_impl", False):
+        from lightning_ckpt_policy.remote import REMOTE_BACKENDS  # it builds on this module
+
+        backend = REMOTE_BACKENDS.get(protocol)
+    return (backend or Backend)(fs, path, storage_options)
 
 
 _BACKENDS: dict[str, type[Backend]] = {"file": LocalBackend, "local": LocalBackend, "memory": MemoryBackend}
@@ -667,6 +697,6 @@ def _abandon(file: Any) -> None:
             file.closed = True
 
 
-def _size_error(path: str, arrived: int | None, size: int) -> OSError:
+def size_error(path: str, arrived: int | None, size: int) -> OSError:
     what = "nothing" if arrived is None else f"{arrived:,} bytes"
     return OSError(errno.EIO, f"{what} arrived instead of {size:,} bytes", path)

@@ -533,12 +533,11 @@ class CheckpointStore:
         backend = self.backend
         entries = backend.entries()
 
-        def remove(name: str | None) -> None:
-            if name is not None:
-                there = name in entries or backend.size(name) is not None
-                backend.delete(name)
-                if there:
-                    swept.append(name)
+        def remove(name: str) -> None:
+            there = name in entries or backend.size(name) is not None
+            backend.delete(name)
+            if there:
+                swept.append(name)
 
         def sweep_marked(name: str) -> None:
             marker = self._read_marker(name)
@@ -546,7 +545,7 @@ class CheckpointStore:
                 return
             self._used.add(name)  # the attempt that left it may still be alive
             if backend.size(name + RECORD_SUFFIX) is None:
-                remove(backend.temporary(name, marker.token))
+                swept.extend(backend.drop_unfinished(name, marker.token))
                 remove(name)
                 late = self._read_record(name)  # the older attempt may have written it in the meantime
                 if late is not None and late.run_id == run_id and late.attempt < before_attempt:
@@ -842,9 +841,7 @@ class CheckpointStore:
             except DamagedCheckpointError:
                 pass  # our own marker, spoiled: it goes too
             backend.delete(name + RECORD_SUFFIX)  # if this can't go, the payload must stay with it
-            temporary = backend.temporary(name, pending.token)
-            if temporary is not None:
-                backend.delete(temporary)
+            backend.drop_unfinished(name, pending.token)
             backend.delete(name)
             backend.delete(name + PENDING_SUFFIX)
         except Exception:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from lightning_ckpt_policy import remote
 from tests.servers import Server
 from tests.store_conformance import Folder, StoreConformance
 
 
 class ServerConformance(StoreConformance):
     name: str
+
+    @pytest.fixture(autouse=True)
+    def _quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(remote, "REQUEST_SECONDS", 10.0)  # moto says 500 for ever of an upload that was aborted
 
     @pytest.fixture
     def server(self, server_of: Callable[[str], Server]) -> Server:
@@ -32,6 +38,7 @@ class TestS3(ServerConformance):
     name = "moto"
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="nanio needs Python 3.11")
 class TestS3OnDisk(ServerConformance):
     name = "nanio"
 
