@@ -116,7 +116,7 @@ class RemoteBackend(Backend):
             return seconds
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError(errno.ETIMEDOUT, "the time limit of this save has passed", self.root)
+            raise _timeout("the time limit of this save has passed", self.root)
         return min(seconds, left)
 
     def _call(self, doing: str, method: str, path: str, *args: Any, size: int = 0, **options: Any) -> Any:
@@ -155,8 +155,7 @@ class RemoteBackend(Backend):
             if last and last[0] is error:
                 raise
             why = f"; the last answer was {last[0]}" if last else ""
-            text = f"the store didn't {doing} it within {seconds:.0f} s{why}"
-            raise TimeoutError(errno.ETIMEDOUT, text, path) from None
+            raise _timeout(f"the store didn't {doing} it within {seconds:.0f} s{why}", path) from None
 
     def _plain(self, error: Exception, doing: str, path: str) -> Exception:
         """The error as an ``OSError`` that says what to do; anything that isn't the store's is left alone."""
@@ -188,6 +187,7 @@ class RemoteBackend(Backend):
                 return error
             return FileNotFoundError(errno.ENOENT, "there is no such object", path)
         if isinstance(error, OSError) and error.errno is not None:
+            error.filename = error.filename or path
             return error
         if isinstance(error, OSError) or type(error).__module__.split(".")[0] in _CLIENTS:
             return OSError(errno.EIO, f"the store didn't {doing} it ({text})", path)
@@ -266,6 +266,7 @@ class RemoteBackend(Backend):
             confirm()
             finishing = True
             self._finish(upload, [future.result() for future in sent], path, size, whole.value, new)
+            self._run("delete", path, lambda: self._clean_up(upload))
         except BaseException:
             for future in pending:
                 future.cancel()
@@ -305,6 +306,9 @@ class RemoteBackend(Backend):
 
     async def _abort(self, upload: Any) -> None:
         """Remove what an upload that failed has sent."""
+
+    async def _clean_up(self, upload: Any) -> None:
+        """Remove what was only needed to make the object."""
 
     async def _compare(self, upload: Any, parts: list[Any], path: str, size: int, checksum: int) -> bool:
         """Whether the store's checksum says that the object is ours; False if it has none to compare.
@@ -375,15 +379,22 @@ class S3Backend(RemoteBackend):
             return True
         return False
 
-    def drop_unfinished(self, name: str, tag: str) -> Sequence[str]:
-        async def drop() -> None:
-            bucket, key, _ = self.fs.split_path(self.path(name))
-            listed = await self.fs._call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key)
-            for one in listed.get("Uploads", []):
-                if one["Key"] == key:
-                    await self._abort({"keys": {"Bucket": bucket, "Key": key, "UploadId": one["UploadId"]}})
+    async def _clean_up(self, upload: dict[str, Any]) -> None:
+        # where the answer to the first request was lost there is another upload of this name
+        with contextlib.suppress(Exception):  # it needs one more permission, and a lifecycle rule does it as well
+            await self._abort_all(upload["keys"]["Bucket"], upload["keys"]["Key"])
 
-        self._run("list", self.path(name), drop)
+    async def _abort_all(self, bucket: str, key: str) -> None:
+        listed = await self.fs._call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key)
+        for one in listed.get("Uploads", []):
+            if one["Key"] == key:
+                await self._abort({"keys": {"Bucket": bucket, "Key": key, "UploadId": one["UploadId"]}})
+
+    def drop_unfinished(self, name: str, tag: str) -> Sequence[str]:
+        path = self.path(name)
+        bucket, key, _ = self.fs.split_path(path)
+        with contextlib.suppress(PermissionError):  # to list uploads
+            self._run("list", path, lambda: self._abort_all(bucket, key))
         return []
 
 
@@ -426,9 +437,11 @@ class GcsBackend(RemoteBackend):
             await self.fs._merge(upload["path"], parts)
         else:
             await self._put(upload["path"], b"")
-        await self._abort(upload)
 
     async def _abort(self, upload: dict[str, Any]) -> None:
+        await self._clean_up(upload)
+
+    async def _clean_up(self, upload: dict[str, Any]) -> None:
         await self._remove_all(upload["made"])
 
     async def _remove_all(self, paths: list[str]) -> None:
@@ -590,6 +603,10 @@ def _compare_sizes(path: str, theirs: int, ours: int) -> None:
 def _compare_checksums(path: str, theirs: object, ours: object) -> None:
     if theirs != ours:
         raise _damage(path, f"the store has the checksum {theirs} instead of {ours}")
+
+
+def _timeout(what: str, path: str) -> TimeoutError:
+    return TimeoutError(errno.ETIMEDOUT, f"{what}: {path!r}")  # asyncio drops the third argument
 
 
 def _damage(path: str, what: str) -> OSError:

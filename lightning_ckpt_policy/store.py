@@ -443,6 +443,7 @@ class CheckpointStore:
         draft: Mapping[str, Any],
         *,
         guard: Callable[[], None] = lambda: None,
+        timeout: float | None = None,
     ) -> CheckpointRecord:
         """Write a checkpoint: payload, then record. On return it is confirmed.
 
@@ -453,6 +454,8 @@ class CheckpointStore:
             image: Its bytes.
             draft: The record's fields, without path, sequence, size and checksum.
             guard: Called when the payload is safe, before the record; raises if this save was given up.
+            timeout: Seconds after which the requests to an object store are ended; ``None`` sets a limit to each of
+                them only.
 
         Raises:
             RecordError: ``draft`` isn't valid.
@@ -486,15 +489,16 @@ class CheckpointStore:
                     f"{MAX_RECORD_BYTES:,} are read: log fewer metrics ({len(record.metrics):,}) or under shorter names"
                 )
             began = time.monotonic()
-            with contextlib.closing(sent()) as chunks:
-                backend.write_payload(pending.name, chunks, image.size, confirm, pending.token)
-            seconds = time.monotonic() - began
-            guard()
-            self._check_ours(pending)
-            record = dataclasses.replace(
-                record, checksum=image.checksum, sequence=self._next_sequence(), write_seconds=seconds
-            )
-            backend.write(pending.name + RECORD_SUFFIX, record.to_json(), owner=_owner(pending))
+            with backend.time_limit(timeout):
+                with contextlib.closing(sent()) as chunks:
+                    backend.write_payload(pending.name, chunks, image.size, confirm, pending.token)
+                seconds = time.monotonic() - began
+                guard()
+                self._check_ours(pending)
+                record = dataclasses.replace(
+                    record, checksum=image.checksum, sequence=self._next_sequence(), write_seconds=seconds
+                )
+                backend.write(pending.name + RECORD_SUFFIX, record.to_json(), owner=_owner(pending))
         except BaseException as error:
             if not self._undo(pending) and isinstance(error, OSError):
                 raise self._swept(pending) from error
