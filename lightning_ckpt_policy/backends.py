@@ -27,6 +27,7 @@ _SYNC_BYTES = 32 << 20
 _PROBE = ".write-test.tmp"
 _VERSION_KEYS = ("mtime", "ino", "created", "etag", "ETag", "generation", "updated", "LastModified", "last_modified")
 _COMMON_PROTOCOLS = ("a local path", "file", "gs", "gcs", "az", "abfs", "s3", "memory")
+_S3_CONNECTIONS = 128
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
 _NOT_RESERVABLE = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 _NO_LINKS = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errno.ENOSYS, errno.EMLINK)
@@ -52,9 +53,13 @@ class Backend:
     Attributes:
         retry_same_name: Whether a failed write may be tried again under its name. An unfinished upload can stay behind
             unseen in an object store and spoil the next one of that name.
+        connections: Requests for the parts of one payload at once, where it goes in parts; None chooses from its size.
+        part_bytes: Bytes of a part, where there are parts; None chooses from the payload's size.
     """
 
     retry_same_name = False
+    connections: int | None = None
+    part_bytes: int | None = None
 
     def __init__(self, fs: Any, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self.fs = fs
@@ -494,8 +499,10 @@ def make_filesystem(url: str, storage_options: Mapping[str, Any] | None = None) 
     >>> path
     '/bucket/run'
     """
-    options = {**(storage_options or {}), "skip_instance_cache": True, "use_listings_cache": False}
+    options: dict[str, Any] = {**(storage_options or {}), "skip_instance_cache": True, "use_listings_cache": False}
     protocol = url.split("://", 1)[0].split("::", 1)[0] if "://" in url else "file"
+    if protocol in _EXTRAS:  # S3: botocore has room for 10 requests at once, and ten thousand records may be there
+        options["config_kwargs"] = {"max_pool_connections": _S3_CONNECTIONS, **options.get("config_kwargs", {})}
     try:
         fsspec.get_filesystem_class(protocol)  # type: ignore[no-untyped-call]
     except ValueError as error:

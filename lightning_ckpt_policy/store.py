@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import io
 import json
 import math
@@ -154,9 +155,14 @@ class CheckpointStore:
         url: A local path (``~`` and relative ones are made absolute) or any fsspec URL. It is a ``str`` because
             ``Path`` would turn ``gs://bucket`` into ``gs:/bucket``.
         storage_options: Passed to the filesystem. No value of it appears in an error, a warning or a file.
+        connections: Parts of a payload that go to (or come from) S3, GCS or Azure at once. ``None`` chooses from the
+            payload's size: 8, and fewer of a payload so large that its parts are.
+        part_bytes: Bytes of a part. ``None`` chooses from the size: 16 MiB, less for a payload below 128 MiB, more
+            where a store takes no more than so many parts. A save takes up to twice ``connections * part_bytes``.
 
     Raises:
-        ValueError: ``url`` is empty, has a query or a password in it, or its protocol isn't known.
+        ValueError: ``url`` is empty, has a query or a password in it, or its protocol isn't known; ``connections`` is
+            below 1, or ``part_bytes`` below 5 MiB, which is the least that S3 takes.
         ImportError: The package for the protocol isn't installed.
 
     >>> store = CheckpointStore("memory://example")
@@ -164,9 +170,21 @@ class CheckpointStore:
     []
     """
 
-    def __init__(self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        connections: int | None = None,
+        part_bytes: int | None = None,
+    ) -> None:
         self._given = _checked_url(url)
         self._options = dict(storage_options or {})
+        for name, value, least in (("connections", connections, 1), ("part_bytes", part_bytes, 5 << 20)):
+            if value is not None and not (isinstance(value, int) and value >= least):
+                raise ValueError(f"{name}={value!r}: an integer of at least {least:,} was expected, or None")
+        self._connections = connections
+        self._part_bytes = part_bytes
         self._used: set[str] = set()  # names given out by this process
         self._sequence = 0
         self._numbered: set[str] = set()  # records whose sequence is known
@@ -180,6 +198,8 @@ class CheckpointStore:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._backend_now = make_backend(self._given, self._options)
+        self._backend_now.connections = self._connections
+        self._backend_now.part_bytes = self._part_bytes
 
     @property
     def backend(self) -> Backend:
@@ -197,7 +217,8 @@ class CheckpointStore:
         return f"CheckpointStore({self.url!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CheckpointStore, (self._given, self._options)
+        again = functools.partial(CheckpointStore, connections=self._connections, part_bytes=self._part_bytes)
+        return again, (self._given, self._options)
 
     # Reading
 

@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -67,6 +67,7 @@ class Request:
     target: str
     headers: list[tuple[str, str]]
     length: int
+    chunked: bytes | None = None
     fault: str | None = None
     status: int | None = None
 
@@ -82,6 +83,7 @@ class FaultProxy:
         faults: What is to happen. May be changed at any time.
         log: Every request, in order of arrival.
         held: Connections that a fault holds now, or whose client hasn't ended them.
+        busy, most_busy: Requests whose body has at least ``counted_from`` bytes that it is at work on, now and at most.
         latency: Seconds before each request is forwarded.
         bytes_per_second: Limit for each connection and direction; 0 for none.
     """
@@ -90,6 +92,7 @@ class FaultProxy:
         self.faults = list(faults)
         self.log: list[Request] = []
         self.held = 0
+        self.busy = self.most_busy = self.counted_from = 0
         self.latency = latency
         self.bytes_per_second = bytes_per_second
         self._server_port = server_port
@@ -146,59 +149,76 @@ class FaultProxy:
             return False
         method, target, _ = start.split(" ", 2)
         request = Request(method, target, headers, 0)
-        request.length = int(request.header("content-length") or request.header("x-amz-decoded-content-length") or 0)
+        if request.header("expect"):
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if "chunked" in request.header("transfer-encoding").lower():
+            request.chunked = await _chunked(reader)
+            request.length = len(request.chunked)
+        else:
+            request.length = int(request.header("content-length") or 0)
         fault = next((fault for fault in self.faults if fault.meets(request)), None)
         request.fault = fault.kind if fault else None
         self.log.append(request)
-        if request.header("expect"):
-            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        most = fault.after if fault and fault.kind in ("reset", "stop_reading") else None
-        body = await self._body(reader, headers, most)
-        if fault is None:
-            pass
-        elif fault.kind == "delay":
-            await asyncio.sleep(fault.seconds)
-        elif fault.kind == "reset":
-            return _reset(writer)
-        elif fault.kind in ("black_hole", "stop_reading"):
-            await self._hold(reader, writer)
-            return False
-        elif fault.kind == "status":
+        counted = request.length >= self.counted_from
+        self.busy += counted
+        self.most_busy = max(self.busy, self.most_busy)
+        try:
+            return await self._meet(request, fault, reader, writer)
+        finally:
+            self.busy -= counted
+
+    async def _meet(
+        self, request: Request, fault: Fault | None, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
+        kind = fault.kind if fault else None
+        body = self._body(reader, request)
+        if fault is not None and kind in ("reset", "stop_reading", "black_hole", "status"):
+            most = fault.after if kind in ("reset", "stop_reading") else request.length
+            async for piece in body:
+                most -= len(piece)
+                if most <= 0 and kind != "status":
+                    break
+            if kind == "reset":
+                return _reset(writer)
+            if kind != "status":
+                await self._hold(reader, writer)
+                return False
             request.status = fault.code
-            length = f"Content-Length: {len(fault.body)}\r\n"
-            writer.write(f"HTTP/1.1 {fault.code} Fault\r\n{length}Content-Type: text/plain\r\n\r\n".encode())
-            writer.write(b"" if method == "HEAD" else fault.body)
+            head = f"HTTP/1.1 {fault.code} Fault\r\nContent-Length: {len(fault.body)}\r\nContent-Type: text/plain\r\n"
+            writer.write(f"{head}\r\n".encode() + (b"" if request.method == "HEAD" else fault.body))
             await writer.drain()
             return True
-        elif fault.kind == "flip" and body:
-            body = bytearray(body)
-            body[len(body) * 3 // 4] ^= 0x10
+        if fault is not None and kind == "delay":
+            await asyncio.sleep(fault.seconds)
+        if kind == "flip":
+            body = _flipped(body, request.length * 3 // 4)
         if self.latency:
             await asyncio.sleep(self.latency)
         status, answered, answer = await self._forward(request, body)
         request.status = int(status.split(" ")[1])
-        if fault is not None and fault.kind == "lost":
+        if kind == "lost":
             return _reset(writer)
-        writer.write(_encode(status, answered, None if method == "HEAD" or request.status in (204, 304) else answer))
-        if method != "HEAD":
-            if fault is not None and fault.kind == "reset_reading":
-                writer.write(answer[: fault.after])
-                await writer.drain()
-                return _reset(writer)
-            await self._paced(writer, answer)
+        empty = request.method == "HEAD" or request.status in (204, 304)
+        writer.write(_encode(status, answered, None if empty else len(answer)))
+        if fault is not None and kind == "reset_reading":
+            writer.write(answer[: fault.after])
+            await writer.drain()
+            return _reset(writer)
+        await self._paced(writer, answer)
         await writer.drain()
         return True
 
-    async def _forward(self, request: Request, body: bytes) -> tuple[str, list[tuple[str, str]], bytes]:
+    async def _forward(self, request: Request, body: AsyncIterator[bytes]) -> tuple[str, list[tuple[str, str]], bytes]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._server_port, limit=1 << 20)
         try:
-            dropped = ("expect", "connection", "transfer-encoding", "content-length")
-            headers = [(key, value) for key, value in request.headers if key.lower() not in dropped]
+            headers = [(key, value) for key, value in request.headers if key.lower() not in ("expect", "connection")]
             headers.append(("Connection", "close"))
-            has_body = body or request.method in ("PUT", "POST", "PATCH")
             start = f"{request.method} {request.target} HTTP/1.1"
-            writer.write(_encode(start, headers, body if has_body else None) + body)
-            await writer.drain()
+            has_body = request.length or request.method in ("PUT", "POST", "PATCH")
+            writer.write(_encode(start, headers, request.length if has_body else None))
+            async for piece in body:
+                writer.write(piece)
+                await writer.drain()
             status, answered = await _head(reader)
             if not status:
                 raise ConnectionResetError("the server closed the connection")
@@ -208,24 +228,20 @@ class FaultProxy:
         finally:
             writer.close()
 
-    async def _body(self, reader: asyncio.StreamReader, headers: list[tuple[str, str]], most: int | None) -> bytes:
-        """The request's body, or its first ``most`` bytes, no faster than the limit allows."""
-        names = {key.lower(): value for key, value in headers}
-        if "chunked" in names.get("transfer-encoding", "").lower():
-            return await _chunked(reader)
-        left = int(names.get("content-length", 0))
-        if most is not None:
-            left = min(left, most)
-        pieces = []
+    async def _body(self, reader: asyncio.StreamReader, request: Request) -> AsyncIterator[bytes]:
+        """The request's body piece by piece, no faster than the limit allows."""
+        if request.chunked is not None:
+            yield request.chunked
+            return
+        left = request.length
         while left:
             piece = await reader.read(min(left, _PIECE))
             if not piece:
                 raise EOFError
-            pieces.append(piece)
             left -= len(piece)
+            yield piece
             if self.bytes_per_second:
                 await asyncio.sleep(len(piece) / self.bytes_per_second)
-        return b"".join(pieces)
 
     async def _paced(self, writer: asyncio.StreamWriter, data: bytes) -> None:
         if not self.bytes_per_second:
@@ -287,12 +303,22 @@ async def _chunked(reader: asyncio.StreamReader) -> bytes:
     return b"".join(pieces)
 
 
-def _encode(start: str, headers: list[tuple[str, str]], body: bytes | None) -> bytes:
-    """The head of a message with the length of ``body``; None leaves its headers as they are."""
-    dropped = () if body is None else ("transfer-encoding", "content-length")
-    lines = [f"{key}: {value}" for key, value in headers if key.lower() not in (*dropped, "connection")]
-    if body is not None:
-        lines.append(f"Content-Length: {len(body)}")
+async def _flipped(body: AsyncIterator[bytes], place: int) -> AsyncIterator[bytes]:
+    async for piece in body:
+        if 0 <= place < len(piece):
+            changed = bytearray(piece)
+            changed[place] ^= 0x10
+            piece = bytes(changed)
+        place -= len(piece)
+        yield piece
+
+
+def _encode(start: str, headers: list[tuple[str, str]], length: int | None) -> bytes:
+    """The head of a message whose body has ``length`` bytes; None leaves its headers as they are."""
+    dropped = () if length is None else ("transfer-encoding", "content-length")
+    lines = [f"{key}: {value}" for key, value in headers if key.lower() not in dropped]
+    if length is not None:
+        lines.append(f"Content-Length: {length}")
     return "\r\n".join([start, *lines, "", ""]).encode("latin-1")
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import pickle
 import re
+import socket
 import time
+import tracemalloc
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,7 +38,6 @@ class Operations:
     part: tuple[str, str]
     complete: tuple[str, str]
     record: tuple[str, str]
-    record_skip: int
     listing: tuple[str, str]
     denied: bytes
     permission: str
@@ -48,17 +51,15 @@ OPERATIONS = {
             part=("PUT", "partNumber="),
             complete=("POST", "uploadId="),
             record=("PUT", r"\.ckpt\.json"),
-            record_skip=0,
             listing=("GET", "list-type=2"),
             denied=b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>",
             permission="s3:PutObject",
         ),
         Operations(
             "fake-gcs",
-            part=("POST", "uploadType=multipart$"),
+            part=("POST", "uploadType=media"),
             complete=("POST", "/compose$"),
             record=("POST", "uploadType=multipart$"),
-            record_skip=3,
             listing=("GET", r"/o\?delimiter"),
             denied=b'{"error": {"code": 403, "message": "no access"}}',
             permission="storage.objects.create",
@@ -68,7 +69,6 @@ OPERATIONS = {
             part=("PUT", "comp=block&"),
             complete=("PUT", "comp=blocklist"),
             record=("PUT", r"\.ckpt\.json"),
-            record_skip=0,
             listing=("GET", "comp=list"),
             denied=b"<Error><Code>AuthorizationFailure</Code><Message>no</Message></Error>",
             permission="Storage Blob Data Contributor",
@@ -89,16 +89,11 @@ class Bench:
         self.store.check()
         self.data = os.urandom(SIZE)
 
-    def open(self, url: str) -> CheckpointStore:
-        store = CheckpointStore(url, self.options)
-        assert isinstance(store.backend, RemoteBackend)
-        store.backend.part_bytes = PART
-        return store
+    def open(self, url: str, connections: int | None = None) -> CheckpointStore:
+        return CheckpointStore(url, self.options, part_bytes=PART, connections=connections)
 
     def fault(self, kind: Any, operation: str, **more: Any) -> Fault:
         method, target = getattr(self.operations, operation)
-        if operation == "record":
-            more["skip"] = self.operations.record_skip
         fault = Fault(kind, method, target, **more)
         self.proxy.faults.append(fault)
         return fault
@@ -300,3 +295,53 @@ def test_saves_in_a_row_under_faults_keep_all(bench: Bench) -> None:
         bench.proxy.faults[:] = [Fault(kind, "PUT|POST|DELETE", skip=step)]
         kept.append(save(bench.store, step, bench.data))
     bench.check(*kept)
+
+
+@pytest.mark.parametrize("connections", [1, 3])
+def test_parts_go_at_once_in_bounded_memory(bench: Bench, connections: int) -> None:
+    store = pickle.loads(pickle.dumps(bench.open(bench.url, connections)))
+    bench.data = bytes(12 * PART)
+    bench.proxy.counted_from = 1000
+    bench.fault("delay", "part", times=FOREVER, least=PART, seconds=0.1)
+    pending = store.begin(1, "run", 1)
+    draft = {"step": 1, "epoch": 0, "created_at": time.time()}
+    tracemalloc.start()
+    try:
+        record = store.commit(pending, Bytes(bench.data, 1 << 20), draft)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert bench.proxy.most_busy == connections
+    # the proxy, in the same process, holds a few pieces of each
+    assert peak < 2 * connections * PART + (4 << 20)
+    bench.check(record)
+
+
+def test_a_folder_of_many_records_is_read_in_few_requests_time(bench: Bench) -> None:
+    """Records are read at once, not one after the other."""
+    record = bench.save()
+    for step in range(2, 302):
+        name = f"step-{step:010d}.ckpt"
+        text = dataclasses.replace(record, path=name, step=step, sequence=step, size=0).to_json()
+        bench.folder.put(name + ".json", text)
+    bench.proxy.latency = 0.05
+    bench.proxy.most_busy = 0
+    bench.proxy.log.clear()
+    assert len(bench.open(bench.url).records()) == 301
+    assert bench.proxy.most_busy >= 32
+    assert len(bench.proxy.log) < 2 * 301
+
+
+def test_a_server_that_is_not_there_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ckpt_policy.remote.REQUEST_SECONDS", 4.0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    store = CheckpointStore(bench.url, bench.server.options(port))
+    with pytest.raises(OSError, match=r"the store didn't write it|[Cc]onnect"):
+        store.check()
+
+
+@pytest.mark.parametrize(("key", "value"), [("connections", 0), ("part_bytes", 1 << 20), ("connections", "8")])
+def test_bad_transfer_settings(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{key}={value!r}"):
+        CheckpointStore("memory://a", **{key: value})
