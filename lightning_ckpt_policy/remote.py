@@ -327,6 +327,10 @@ class S3Backend(RemoteBackend):
         "delete": "s3:DeleteObject",
     }
 
+    def __init__(self, fs: Any, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        super().__init__(fs, root, storage_options)
+        self.fs.max_concurrency = 1  # else s3fs asks for an object's size before it reads it
+
     async def _begin(self, path: str, tag: str) -> dict[str, Any]:
         bucket, key, _ = self.fs.split_path(path)
         upload = {"Bucket": bucket, "Key": key}

@@ -329,7 +329,7 @@ def test_a_folder_of_many_records_is_read_in_few_requests_time(bench: Bench) -> 
     bench.proxy.log.clear()
     assert len(bench.open(bench.url).records()) == 301
     assert bench.proxy.most_busy >= 32
-    assert len(bench.proxy.log) < 2 * 301
+    assert len(bench.proxy.log) < 301 + 30  # some are asked again
 
 
 def test_a_server_that_is_not_there_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
