@@ -132,7 +132,7 @@ class Ledger:
 
         def run() -> None:
             try:
-                record = self._commit(save, image, {**draft, "held_seconds": image.held_seconds})
+                record = self._commit(save, image, draft, timeout)
             except BaseException as error:
                 if save.settle():
                     forget_frames(error)
@@ -199,7 +199,9 @@ class Ledger:
                 on_timeout=functools.partial(self._give_up_deleting, record),
             )
 
-    def _commit(self, save: SaveInFlight, image: Image, draft: Mapping[str, Any]) -> CheckpointRecord:
+    def _commit(
+        self, save: SaveInFlight, image: Image, draft: Mapping[str, Any], timeout: float | None
+    ) -> CheckpointRecord:
         def guard() -> None:
             save.guard()
             if self.store.superseded(self.attempt):
@@ -211,7 +213,7 @@ class Ledger:
         def once() -> CheckpointRecord:
             guard()
             pending = self.store.begin(draft["step"], self.attempt.run_id, self.attempt.number, self.filename)
-            return self.store.commit(pending, image, draft, guard=guard)
+            return self.store.commit(pending, image, draft, guard=guard, timeout=timeout)
 
         return retrying(save.given_up)(once)
 
