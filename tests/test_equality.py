@@ -33,6 +33,7 @@ from lightning_ckpt_policy.io import AsyncCheckpointIO, SaveRequest
 from lightning_ckpt_policy.snapshot import Image, _Piece
 from tests.models import Interrupted, fit, loader
 
+pytestmark = pytest.mark.core
 BIG = 256  # a weight of BIG x BIG numbers has 256 KiB: large enough to be left to the background
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
