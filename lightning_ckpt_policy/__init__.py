@@ -13,11 +13,15 @@ from lightning_ckpt_policy.record import CheckpointRecord, RecordError
 from lightning_ckpt_policy.retention import KeepAll, KeepBest, KeepLast, KeepSteps, Retention
 from lightning_ckpt_policy.store import CheckpointStore
 from lightning_ckpt_policy.triggers import (
+    AdaptiveInterval,
     AfterValidation,
     AtSteps,
     EveryInterval,
     EveryNEpochs,
     EveryNTrainSteps,
+    OnImprovement,
+    OnSignal,
+    PhaseSchedule,
     Progress,
     Trigger,
 )
@@ -25,6 +29,7 @@ from lightning_ckpt_policy.triggers import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveInterval",
     "AfterValidation",
     "AsyncCheckpointIO",
     "AtSteps",
@@ -41,6 +46,9 @@ __all__ = [
     "KeepBest",
     "KeepLast",
     "KeepSteps",
+    "OnImprovement",
+    "OnSignal",
+    "PhaseSchedule",
     "Progress",
     "RecordError",
     "Retention",
