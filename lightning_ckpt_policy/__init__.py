@@ -10,7 +10,17 @@ from lightning_ckpt_policy.errors import (
 from lightning_ckpt_policy.io import AsyncCheckpointIO
 from lightning_ckpt_policy.ledger import SaveOutcome
 from lightning_ckpt_policy.record import CheckpointRecord, RecordError
-from lightning_ckpt_policy.retention import KeepAll, KeepBest, KeepLast, KeepSteps, Retention
+from lightning_ckpt_policy.retention import (
+    KeepAll,
+    KeepBest,
+    KeepEveryInterval,
+    KeepEveryNSteps,
+    KeepLast,
+    KeepSteps,
+    KeepUnder,
+    KeepWithin,
+    Retention,
+)
 from lightning_ckpt_policy.store import CheckpointStore
 from lightning_ckpt_policy.triggers import (
     AdaptiveInterval,
@@ -44,8 +54,12 @@ __all__ = [
     "EveryNTrainSteps",
     "KeepAll",
     "KeepBest",
+    "KeepEveryInterval",
+    "KeepEveryNSteps",
     "KeepLast",
     "KeepSteps",
+    "KeepUnder",
+    "KeepWithin",
     "OnImprovement",
     "OnSignal",
     "PhaseSchedule",
