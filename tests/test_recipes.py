@@ -51,7 +51,7 @@ RECIPES: dict[str, tuple[Any, Any]] = {
         | PREEMPTED
         | NOW,
         KeepUnder(
-            "40TB",
+            "20TB",
             of=KeepLast(2)
             | KeepEveryNSteps(1_000, last=5)
             | KeepEveryNSteps(10_000, last=10)
@@ -67,7 +67,7 @@ def file_of(name: str) -> Path:
 
 
 def policy_of(config: Path) -> CheckpointPolicy:
-    args = ["--config", str(config), "--trainer.logger", "false", "--trainer.accelerator", "cpu"]
+    args = ["--config", str(config), "--seed_everything=1", "--trainer.logger=false", "--trainer.accelerator=cpu"]
     cli = LightningCLI(Net, Data, args=args, run=False, save_config_callback=None)
     return next(callback for callback in cli.trainer.callbacks if isinstance(callback, CheckpointPolicy))
 
@@ -108,3 +108,17 @@ def contains(whole: Any, part: Any) -> bool:
     if isinstance(part, list):
         return len(part) == len(whole) and all(map(contains, whole, part))
     return bool(whole == part)
+
+
+def test_the_readme_shows_the_recipes_as_they_are() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for name in RECIPES:
+        shown = readme.split(f"<!-- recipe: {name} -->\n```yaml\n")[1].split("```")[0]
+        assert shown == "".join(line for line in file_of(name).open() if not line.startswith("#"))
+
+
+def test_the_readme_s_simulation_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "README.md").read_text()
+    code = readme.split("### Plan it")[1].split("```python\n")[1].split("```")[0]
+    exec(compile(code, "README.md", "exec"), {})
+    assert "Price(wasted=" in capsys.readouterr().out
