@@ -222,8 +222,7 @@ class _Run:
                 until_confirmed = self.in_flight.time + job.cost.confirm - self.wall
                 free = max(1, math.ceil(until_confirmed / job.step_seconds - 1e-9))
             steps = min(left, boundary, free)
-            inside = steps - 1 if steps in (boundary, free) else steps
-            found = _first(self._happens, inside, self.since.step + self.gap - self.now.step)
+            found = _first(self._happens, steps, self.since.step + self.gap - self.now.step)
             count = steps if found is None else found
             self._confirm(self.wall + count * job.step_seconds)
             self.now = self._after(count, ends=count == boundary)

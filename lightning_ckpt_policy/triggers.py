@@ -82,7 +82,7 @@ class Progress:
         values = {name: value for name, value in self.metrics.items() if value == value}  # NaN isn't equal to itself
         lowest = {**since.lowest, **{k: min(v, since.lowest.get(k, v)) for k, v in values.items()}}
         highest = {**since.highest, **{k: max(v, since.highest.get(k, v)) for k, v in values.items()}}
-        return replace(self, lowest=lowest, highest=highest, ends={})
+        return replace(self, lowest=lowest, highest=highest)
 
     def to_state(self) -> dict[str, Any]:
         """What a resume has to know, as plain values; ``Progress(**state, time=...)`` brings it back.
@@ -170,7 +170,9 @@ class EveryNTrainSteps(Trigger):
     """Due when a multiple of ``n`` optimizer steps has been reached or passed since the last capture.
 
     Multiples count from step 0 of the run, not from the last save. A step count that jumps over a multiple counts as
-    reaching it, and a step that is repeated by accumulation is due once.
+    reaching it, and a step that is repeated by accumulation is due once. While a save is in flight it stays due, and
+    is served by one save however many multiples went by. A resume goes on counting at the checkpoint's step, so no
+    multiple is due twice.
 
     Raises:
         ValueError: ``n`` isn't an integer of at least 1.
@@ -194,7 +196,7 @@ class EveryNTrainSteps(Trigger):
 class EveryNEpochs(Trigger):
     """Due when a multiple of ``n`` epochs has been completed since the last capture.
 
-    Multiples count from the first epoch of the run.
+    Multiples count from the first epoch of the run, also after a resume. While a save is in flight it stays due.
 
     Raises:
         ValueError: ``n`` isn't an integer of at least 1.
@@ -216,7 +218,8 @@ class EveryNEpochs(Trigger):
 class AfterValidation(Trigger):
     """Due when a multiple of ``n`` validations has been completed since the last capture.
 
-    Only validations within a fit count, not the sanity check. Multiples count from the first of them.
+    Only validations within a fit count, not the sanity check. Multiples count from the first of them, also after a
+    resume. While a save is in flight it stays due; what is then saved is without that validation's metrics.
 
     Raises:
         ValueError: ``n`` isn't an integer of at least 1.
@@ -237,6 +240,9 @@ class AfterValidation(Trigger):
 @dataclass(frozen=True)
 class AtSteps(Trigger):
     """Due when one of the named optimizer steps has been reached or passed since the last capture.
+
+    Steps count from the beginning of the run. While a save is in flight it stays due. A resume from a checkpoint at or
+    past a named step isn't due for it again.
 
     Args:
         steps: The steps, each at least 1. Any iterable will do; they are stored sorted, each once.
@@ -744,6 +750,8 @@ class _TriggerGroup(Group[Trigger], Trigger):
 
 class AnyOf(_TriggerGroup):
     """Due when any of ``triggers`` is; the same as ``a | b``. All of them are asked, and all reasons are given.
+
+    Those that are due together make one save, whose record names them all; none is due again for it.
 
     Args:
         triggers: Triggers, functions, or lists of them (any of). A nested ``AnyOf`` is opened, repeats are dropped.
