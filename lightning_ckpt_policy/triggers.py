@@ -140,8 +140,8 @@ class Trigger(ABC):
     def follow(self, now: Progress, since: Progress) -> Progress:
         """``since`` with what has to be remembered until the next capture.
 
-        To be called at every point at which the trigger was asked and nothing was captured. The answer replaces
-        ``since``. Only a `PhaseSchedule` remembers something: where a phase ended.
+        To be called at every point, after ``due`` was asked; the answer replaces ``since``. Only a `PhaseSchedule`
+        remembers something: where a phase ended.
         """
         return since
 
