@@ -144,6 +144,11 @@ def after_train_start(trainer: Trainer, function: Callable[[], None]) -> Callabl
     return release
 
 
+def logged_step(trainer: Trainer) -> int:
+    """The step that Lightning gives its loggers at this moment."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
 def metrics_for_callbacks(trainer: Any, epoch_ends: bool) -> dict[str, torch.Tensor]:
     """``trainer.callback_metrics``, and at an epoch's end the training metrics of that epoch.
 

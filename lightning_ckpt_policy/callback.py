@@ -39,6 +39,7 @@ from lightning_ckpt_policy.errors import (
     SnapshotChangedError,
     SupersededError,
 )
+from lightning_ckpt_policy.interval import Measured, Pace, SaveCost, costs_of, failures_of, typical_cost
 from lightning_ckpt_policy.io import DEFAULT_SAVE_TIMEOUT, GRACE, AsyncCheckpointIO, SaveRequest
 from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, Ledger, SaveOutcome
 from lightning_ckpt_policy.record import CheckpointRecord, is_safe_name
@@ -46,7 +47,7 @@ from lightning_ckpt_policy.retention import KeepAll, KeepLast, Retention, as_ret
 from lightning_ckpt_policy.rng import collect_rng_state, restore_rng_state
 from lightning_ckpt_policy.snapshot import CHUNK_BYTES, Image, Staging, still_storages
 from lightning_ckpt_policy.store import Attempt, CheckpointStore
-from lightning_ckpt_policy.triggers import EveryNEpochs, Progress, Trigger, as_trigger
+from lightning_ckpt_policy.triggers import AdaptiveInterval, EveryNEpochs, Progress, Trigger, as_trigger
 from lightning_ckpt_policy.writer import BackgroundWriter, run_within
 
 STATE_KEY = "lightning_ckpt_policy"
@@ -60,6 +61,10 @@ _SLICE = 5.0
 _REASON_CHARACTERS = 300
 # the first overlapped copy of a fit and one in so many after it are compared with the state at the save point
 AUDIT_EVERY = 20
+# an adaptive interval is told anew in the log once it has changed by more than this share
+_NOTICEABLE = 0.1
+INTERVAL_METRIC = "checkpoint_interval_seconds"
+NO_METRICS: Mapping[str, float] = {}
 T = TypeVar("T")
 
 
@@ -175,6 +180,10 @@ class CheckpointPolicy(Checkpoint):
         self._attempt: Attempt | None = None
         self._deleted_before: list[CheckpointRecord] = []
         self._since = Progress()
+        self._elapsed_before = 0.0  # seconds of training of this run before this fit
+        self._fit_began = 0.0
+        self._follows = False
+        self._signals: Mapping[str, int] = {}
         self._validations = 0
         self._last_step = 0
         self._stepped = True
@@ -183,6 +192,14 @@ class CheckpointPolicy(Checkpoint):
         self._held: Progress | None = None
         self._may_stop_late = False
         self._loaders_stateful = False
+        # what saves cost and how often the run fails; rank 0 knows
+        self._measured: Measured | None = None
+        self._costs: list[SaveCost] = []
+        self._costs_are_old = True
+        self._failures_before, self._uptime_before = 0, 0.0
+        self._pace = Pace()
+        self._paced = False
+        self._chosen: dict[AdaptiveInterval, float] = {}
         # what went wrong so far
         self._failures = 0
         self._last_error: BaseException | None = None
@@ -446,8 +463,14 @@ class CheckpointPolicy(Checkpoint):
         if self._loaded and "progress" in self._loaded:
             elapsed = max(0.0, time.time() - self._loaded["created_at"])
             self._since = Progress(**self._loaded["progress"], time=now - elapsed)
-        elif not same_process:
+            self._elapsed_before = self._since.elapsed
+        elif same_process:
+            self._since = replace(self._since, signals={})
+        else:
             self._since = Progress(step=trainer.global_step, epoch=trainer.current_epoch, time=now)
+            self._elapsed_before = 0.0
+        self._fit_began = now
+        self._follows, self._paced = self.trigger.follows, bool(self.trigger.adaptive)
         self._validations = self._since.validations
         self._last_step = trainer.global_step
         self._stepped = True
@@ -498,7 +521,17 @@ class CheckpointPolicy(Checkpoint):
             self._writer,
             self.filename,
         )
+        earlier = store.note_ends(attempt, self._ledger.records)
+        self._failures_before, self._uptime_before = failures_of(earlier, self._ledger.records)
+        self._costs, self._costs_are_old = costs_of(self._ledger.records), True
+        self._pace = Pace()
+        self._chosen.clear()
+        self._measure()
         return attempt
+
+    def _measure(self) -> None:
+        up = self._uptime_before + time.monotonic() - self._fit_began
+        self._measured = Measured(cost=typical_cost(self._costs), failures=self._failures_before, uptime=up)
 
     def _begin_attempt(self, store: CheckpointStore, same_process: bool) -> Attempt:
         records = store.records()
@@ -584,16 +617,14 @@ class CheckpointPolicy(Checkpoint):
                 "Lightning doesn't count such steps, so this policy can't tell one state from another and saves "
                 "nothing. Use self.optimizers()"
             )
+        clock = time.monotonic()
+        if self._paced:
+            self._pace.batch_ended(clock, self._writer.saving)
         if self._ledger is not None and self._ledger.events:
             self._report(trainer)
         epoch_ends = _lightning.is_last_batch(trainer)
-        now = Progress(
-            step=step,
-            epoch=trainer.current_epoch + epoch_ends,
-            validations=self._validations,
-            time=time.monotonic(),
-        )
-        reasons = self.trigger.due(now, self._since)
+        now = self._progress(trainer, step, epoch_ends, clock)
+        reasons = self._due(now)
         ending = _is_ending(trainer, now, epoch_ends)
         if not (
             reasons
@@ -609,6 +640,7 @@ class CheckpointPolicy(Checkpoint):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember which metrics are older than this validation."""
         if self._active:
+            self._pace.interrupted()
             self._logged = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -624,26 +656,42 @@ class CheckpointPolicy(Checkpoint):
             if self._logged.get(name) is not value and torch.as_tensor(value).numel() == 1
         }
         self._logged = {}
-        for monitor, _ in self.retention.monitors:
-            if monitor not in metrics:
+        for rule, monitors in (("retention", self.retention.monitors), ("trigger", self.trigger.monitors)):
+            for monitor in dict.fromkeys(monitor for monitor, _ in monitors if monitor not in metrics):
+                useless = "checkpoints are saved without it and can't be kept by it"
                 self._warn_once(
-                    f"monitor={monitor!r} of the retention was not logged by this validation "
-                    f"(logged: {', '.join(sorted(metrics)) or 'nothing'}): checkpoints are saved without it and can't "
-                    f"be kept by it. Log it in validation_step or on_validation_epoch_end: self.log({monitor!r}, ...)"
+                    f"monitor={monitor!r} of the {rule} was not logged by this validation "
+                    f"(logged: {', '.join(sorted(metrics)) or 'nothing'}): "
+                    f"{useless if rule == 'retention' else 'it makes no save due'}. "
+                    f"Log it in validation_step or on_validation_epoch_end: self.log({monitor!r}, ...)"
                 )
         epoch_ends = _lightning.is_last_batch(trainer)
-        now = Progress(
-            step=trainer.global_step,
-            epoch=trainer.current_epoch + epoch_ends,
-            validations=self._validations,
-            time=time.monotonic(),
-            metrics=metrics,
-        )
+        now = self._progress(trainer, trainer.global_step, epoch_ends, time.monotonic(), metrics)
         if self._gradients_pending(trainer, pl_module):
             return
-        reasons = self.trigger.due(now, self._since)
+        reasons = self._due(now)
         ending = _is_ending(trainer, now, epoch_ends)
         self._consider(trainer, now, VALIDATION_END, reasons, ending, epoch_ends)
+
+    def _progress(
+        self, trainer: Trainer, step: int, epoch_ends: bool, clock: float, metrics: Mapping[str, float] = NO_METRICS
+    ) -> Progress:
+        return Progress(
+            step=step,
+            epoch=trainer.current_epoch + epoch_ends,
+            validations=self._validations,
+            time=clock,
+            metrics=metrics,
+            elapsed=self._elapsed_before + clock - self._fit_began,
+            signals=self._signals,
+            measured=self._measured,
+        )
+
+    def _due(self, now: Progress) -> tuple[str, ...]:
+        reasons = self.trigger.due(now, self._since)
+        if self._follows:
+            self._since = self.trigger.follow(now, self._since)
+        return reasons
 
     def _gradients_pending(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         # in manual optimization nobody but the module knows its windows: the end of one is a batch that stepped
@@ -780,15 +828,16 @@ class CheckpointPolicy(Checkpoint):
         image = None if request is None else request.image
         if image is not None:
             image.held_seconds = time.perf_counter() - started
+        captured = now.captured(self._since)
         # every rank comes to the barrier, where they agree whether the copy is good
         if overlapped and (trainer.world_size > 1 or (image is not None and image.deferred)):
-            self._complete_later(trainer, module, image, now)
+            self._complete_later(trainer, module, image, captured)
         elif image is not None:
             image.seal()
         if hold:
-            self._held = now
+            self._held = captured
         else:
-            self._since = now
+            self._since = captured
 
     def _complete_later(self, trainer: Trainer, module: LightningModule, image: Image | None, now: Progress) -> None:
         """Let an image be completed in the background, and wait for that before anything can change the state."""
@@ -838,7 +887,7 @@ class CheckpointPolicy(Checkpoint):
         if changed is None:
             return
         self._overlaps = False
-        if self._since is now and agreed:
+        if self._since.step == now.step and agreed:
             self._since = before  # still due
         error = SnapshotChangedError(
             f"{changed!r} was changed between the save point of step {now.step} and the next optimizer step, while it "
@@ -851,6 +900,7 @@ class CheckpointPolicy(Checkpoint):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget a state that was kept back in case the fit ended with the last epoch."""
+        self._pace.interrupted()
         self._release_held()
 
     def _release_held(self) -> None:
@@ -863,7 +913,7 @@ class CheckpointPolicy(Checkpoint):
         if self._capturing is None and STATE_KEY in checkpoint:
             return
         now, point = self._capturing or (
-            Progress(step=trainer.global_step, epoch=trainer.current_epoch, validations=self._validations),
+            self._progress(trainer, trainer.global_step, False, time.monotonic()),
             "user",
         )
         epoch_ended = self._capturing is not None and _lightning.is_last_batch(trainer)
@@ -873,7 +923,7 @@ class CheckpointPolicy(Checkpoint):
             _lightning.mark_batch_completed(checkpoint)
         state = checkpoint.setdefault(STATE_KEY, {})
         state["schema_version"] = STATE_VERSION
-        state["progress"] = {"step": now.step, "epoch": now.epoch, "validations": now.validations}
+        state["progress"] = now.captured(self._since).to_state()
         state["point"] = point
         state["batch_completed"] = completed
         state["epoch_ended"] = epoch_ended
@@ -915,6 +965,7 @@ class CheckpointPolicy(Checkpoint):
             _on_rank_zero(trainer, lambda: self._finish(trainer, confirmed, pruned, status))
         finally:
             self._active = False
+            self._elapsed_before += time.monotonic() - self._fit_began
             self._release()
             self._staging.clear()
 
@@ -995,9 +1046,18 @@ class CheckpointPolicy(Checkpoint):
             rank_zero_warn(f"The end of this attempt could not be noted in {self.store.url!r}: {_describe(error)}")
 
     def _tell_loggers(self, trainer: Trainer, exception: BaseException | None) -> None:
+        intervals: dict[str, float] = {}
+        for trigger in self.trigger.adaptive:
+            seconds = intervals[INTERVAL_METRIC] = trigger.interval(self._measured)
+            if abs(seconds - self._chosen.get(trigger, 0.0)) > _NOTICEABLE * seconds:
+                self._chosen[trigger] = seconds
+                rank_zero_info(f"CheckpointPolicy: {trigger!r} saves {trigger.explain(self._measured)}")
+        step = _lightning.logged_step(trainer)
         for logger in trainer.loggers:
             try:
                 logger.after_save_checkpoint(self)  # type: ignore[arg-type]
+                if intervals:
+                    logger.log_metrics(intervals, step=step)
             except Exception as error:
                 if exception is None:
                     raise
@@ -1018,8 +1078,10 @@ class CheckpointPolicy(Checkpoint):
                 continue
             self.history.append(event)
             self._last_error = event.error
+            slowdown = self._pace.slowdown(event.held_seconds)
             if event.record is not None:
                 self._failures = 0
+                self._note_cost(event.record, slowdown)
                 self._tell_loggers(trainer, exception)
             elif isinstance(event.error, SupersededError):
                 self._superseded = True
@@ -1031,8 +1093,19 @@ class CheckpointPolicy(Checkpoint):
                     f"{_describe(event.error)}. Training goes on, older checkpoints are kept "
                     f"({self._failures} of max_consecutive_failures={self.max_consecutive_failures})"
                 )
+        if ledger.excess:
+            self._warn_once(
+                f"what may never be deleted (the newest checkpoint, pinned ones and milestones) is {ledger.excess} bytes "
+                f"above the budget of retention={self.retention!r}: raise the budget, name fewer milestones or unpin some"
+            )
         if not final and trainer.world_size == 1:
             self._raise_after_failures()
+
+    def _note_cost(self, record: CheckpointRecord, slowdown: float) -> None:
+        if self._costs_are_old:  # those of earlier attempts served until this one had a save of its own
+            self._costs, self._costs_are_old = [], False
+        self._costs += [replace(cost, slowdown=slowdown) for cost in costs_of([record])]
+        self._measure()
 
     def _raise_after_failures(self) -> None:
         if self._failures >= self.max_consecutive_failures:
@@ -1057,11 +1130,14 @@ class CheckpointPolicy(Checkpoint):
         """Say once what Lightning can't resume exactly in this training."""
         loaders = _lightning.train_loaders(trainer)
         self._loaders_stateful = all(_is_stateful(loader) for loader in loaders)
-        for monitor, _ in self.retention.monitors:
-            if not trainer.enable_validation:
+        for rule, monitors, useless in (
+            ("retention", self.retention.monitors, "KeepBest keeps nothing"),
+            ("trigger", self.trigger.monitors, "OnImprovement is never due"),
+        ):
+            for monitor in dict.fromkeys(monitor for monitor, _ in monitors if not trainer.enable_validation):
                 self._warn_once(
-                    f"monitor={monitor!r} of the retention is never logged, since this fit has no validation: only "
-                    "what a validation logs is a metric of the saved weights, so KeepBest keeps nothing. Add one"
+                    f"monitor={monitor!r} of the {rule} is never logged, since this fit has no validation: only "
+                    f"what a validation logs is a metric of the saved weights, so {useless}. Add one"
                 )
         if any(isinstance(getattr(loader, "sampler", None), DistributedSamplerWrapper) for loader in loaders):
             self._warn_once(

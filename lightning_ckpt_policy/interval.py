@@ -27,6 +27,8 @@ DEFAULT_MTBF = 86400.0
 SMALL_COST = 1e-3
 # of so many of the newest saves the typical cost is taken
 RECENT = 5
+# over so many of the newest batches their pace is averaged
+_PACE_STEPS = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +114,57 @@ def costs_of(records: Sequence[CheckpointRecord]) -> list[SaveCost]:
         for record in sorted(records, key=lambda record: record.sequence)
         if record.held_seconds is not None
     ]
+
+
+class Pace:
+    """How much slower training is while saves are written, from the times at which batches end.
+
+    >>> pace = Pace()
+    >>> for clock, writing in [(0.0, False), (1.0, False), (2.0, True), (3.5, True), (5.0, False)]:
+    ...     pace.batch_ended(clock, writing)
+    >>> pace.slowdown(held=0.25)
+    0.75
+    """
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._was_writing = False
+        self._idle_step = 0.0
+        self._idle_steps = 0
+        self._busy_seconds = 0.0
+        self._busy_steps = 0
+
+    def batch_ended(self, clock: float, writing: bool) -> None:
+        """Note a batch's end.
+
+        Args:
+            clock: Seconds on a clock that only goes forward.
+            writing: Whether a save is being written now.
+        """
+        if self._last is not None:
+            seconds = clock - self._last
+            if self._was_writing:
+                self._busy_seconds += seconds
+                self._busy_steps += 1
+            elif not writing:
+                self._idle_steps += 1
+                # the mean, with more weight on the last hundred, since the pace changes in the course of a training
+                self._idle_step += (seconds - self._idle_step) / min(self._idle_steps, _PACE_STEPS)
+        self._last, self._was_writing = clock, writing
+
+    def interrupted(self) -> None:
+        """Leave out the time up to the next batch's end: something else than a batch comes in between."""
+        self._last = None
+
+    def slowdown(self, held: float) -> float:
+        """Seconds by which the batches since the last call took longer than others, apart from what is known as held.
+
+        Args:
+            held: Seconds for which the loop was held, which those batches include.
+        """
+        slower = self._busy_seconds - self._busy_steps * self._idle_step - held if self._idle_steps else 0.0
+        self._busy_seconds, self._busy_steps = 0.0, 0
+        return max(0.0, slower)
 
 
 class AttemptLike(Protocol):

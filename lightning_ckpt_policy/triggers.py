@@ -133,8 +133,18 @@ class Trigger(ABC):
         """The names of the signals that the trigger waits for."""
         return ()
 
+    @property
+    def adaptive(self) -> tuple[AdaptiveInterval, ...]:
+        """Each `AdaptiveInterval` in it, which can say what it chose and why."""
+        return ()
+
     def stops(self, now: Progress, since: Progress) -> bool:
         """Whether the fit is to end once what is due at ``now`` is saved and confirmed."""
+        return False
+
+    @property
+    def follows(self) -> bool:
+        """Whether ``follow`` has something to remember."""
         return False
 
     def follow(self, now: Progress, since: Progress) -> Progress:
@@ -487,6 +497,10 @@ class AdaptiveInterval(Trigger):
     def due(self, now: Progress, since: Progress) -> tuple[str, ...]:
         return (repr(self),) if now.time - since.time >= self.interval(now.measured) else ()
 
+    @property
+    def adaptive(self) -> tuple[AdaptiveInterval, ...]:
+        return (self,)
+
     def interval(self, measured: Measured | None) -> float:
         """The interval in seconds, given what was measured."""
         return self._choose(measured)[0]
@@ -631,6 +645,10 @@ class PhaseSchedule(Trigger):
     def signals(self) -> tuple[str, ...]:
         return tuple(sorted({name for trigger in self._triggers for name in trigger.signals}))
 
+    @property
+    def adaptive(self) -> tuple[AdaptiveInterval, ...]:
+        return tuple(dict.fromkeys(one for trigger in self._triggers for one in trigger.adaptive))
+
     def phase(self, progress: Progress) -> int:
         """The index of the phase that begins with, or holds, this moment."""
         return bisect_right(self._untils, getattr(progress, _BY[self.by]))
@@ -643,6 +661,10 @@ class PhaseSchedule(Trigger):
 
     def stops(self, now: Progress, since: Progress) -> bool:
         return any(trigger.stops(end, begin) for trigger, end, begin in self._parts(now, since))
+
+    @property
+    def follows(self) -> bool:
+        return True
 
     def follow(self, now: Progress, since: Progress) -> Progress:
         for trigger in self._triggers:
@@ -739,8 +761,16 @@ class _TriggerGroup(Group[Trigger], Trigger):
     def signals(self) -> tuple[str, ...]:
         return tuple(sorted({name for trigger in self.members for name in trigger.signals}))
 
+    @property
+    def adaptive(self) -> tuple[AdaptiveInterval, ...]:
+        return tuple(dict.fromkeys(one for trigger in self.members for one in trigger.adaptive))
+
     def stops(self, now: Progress, since: Progress) -> bool:
         return any(trigger.stops(now, since) for trigger in self.members)
+
+    @property
+    def follows(self) -> bool:
+        return any(trigger.follows for trigger in self.members)
 
     def follow(self, now: Progress, since: Progress) -> Progress:
         for trigger in self.members:
