@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import threading
 import time
 import uuid
@@ -45,6 +46,7 @@ from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, Ledger, SaveOutcome
 from lightning_ckpt_policy.record import CheckpointRecord, is_safe_name
 from lightning_ckpt_policy.retention import KeepAll, KeepLast, Retention, as_retention, best
 from lightning_ckpt_policy.rng import collect_rng_state, restore_rng_state
+from lightning_ckpt_policy.signals import SignalCounter
 from lightning_ckpt_policy.snapshot import CHUNK_BYTES, Image, Staging, still_storages
 from lightning_ckpt_policy.store import Attempt, CheckpointStore
 from lightning_ckpt_policy.triggers import AdaptiveInterval, EveryNEpochs, Progress, Trigger, as_trigger
@@ -55,6 +57,7 @@ STATE_VERSION = 1
 BATCH_END: Literal["batch_end"] = "batch_end"
 VALIDATION_END: Literal["validation_end"] = "validation_end"
 EPOCH_END: Literal["epoch_end"] = "epoch_end"
+VALIDATION_BATCH_END: Literal["validation_batch_end"] = "validation_batch_end"
 TRAIN_END = "train_end"
 # seconds for which ranks wait in one collective while rank 0 waits for the background
 _SLICE = 5.0
@@ -64,6 +67,7 @@ AUDIT_EVERY = 20
 # an adaptive interval is told anew in the log once it has changed by more than this share
 _NOTICEABLE = 0.1
 INTERVAL_METRIC = "checkpoint_interval_seconds"
+SIGTERM = signal.SIGTERM.name
 NO_METRICS: Mapping[str, float] = {}
 T = TypeVar("T")
 
@@ -183,7 +187,13 @@ class CheckpointPolicy(Checkpoint):
         self._elapsed_before = 0.0  # seconds of training of this run before this fit
         self._fit_began = 0.0
         self._follows = False
+        # signals: what arrived in this process, and what all ranks agree on
+        self._listens = False
+        self._arrivals = SignalCounter()
         self._signals: Mapping[str, int] = {}
+        self._exchanges_in_validation = False
+        self._rng_before_validation: tuple[int, dict[str, Any]] | None = None
+        self._validated_step = -1
         self._validations = 0
         self._last_step = 0
         self._stepped = True
@@ -216,6 +226,7 @@ class CheckpointPolicy(Checkpoint):
             "_release_loaders": _nothing,
             "_release_rng": _nothing,
             "_hooks": [],
+            "_arrivals": SignalCounter(),
             "_overlap": None,
             "_ledger": None,
             "_deleted_before": self.deleted,
@@ -482,6 +493,7 @@ class CheckpointPolicy(Checkpoint):
         self._began = True
         self._attempt = _on_rank_zero(trainer, lambda: self._begin(same_process))
         self._active = True
+        self._listen(trainer)
         self._overlaps = self._may_overlap(trainer, pl_module)
         self._writer.before_wait = self._reach_barrier  # a save that isn't complete isn't written
         self._overlapped = 0
@@ -499,6 +511,8 @@ class CheckpointPolicy(Checkpoint):
             trainer.should_stop = True  # Lightning forgets it, and would train on until the next check
         if self._loaded["point"] == EPOCH_END:
             _lightning.end_current_epoch(trainer)
+        if self._loaded["point"] == VALIDATION_BATCH_END:
+            _lightning.forget_interrupted_batch(trainer)
         self._release_rng = _lightning.after_train_start(trainer, lambda: self._restore_rng(trainer))
 
     def _begin(self, same_process: bool) -> Attempt:
@@ -558,6 +572,16 @@ class CheckpointPolicy(Checkpoint):
                 return store.start_attempt(latest.run_id, latest.parent)
             return store.start_attempt(store.interrupted_start() or _new_run_id(), None)
         return store.start_attempt(_new_run_id(), None)
+
+    def _listen(self, trainer: Trainer) -> None:
+        self._listens = bool(self.trigger.signals)
+        self._signals = {}
+        self._rng_before_validation = None
+        self._validated_step = -1
+        if self._listens and not self._arrivals.install(
+            self.trigger.signals, functools.partial(_lightning.without_sigterm_notifier, trainer)
+        ):
+            self._warn_once(f"signals={self.trigger.signals} can't be heard: this fit isn't in the main thread")
 
     def _watch_optimizers(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """In manual optimization, note which optimizers step in a batch."""
@@ -622,12 +646,17 @@ class CheckpointPolicy(Checkpoint):
             self._pace.batch_ended(clock, self._writer.saving)
         if self._ledger is not None and self._ledger.events:
             self._report(trainer)
+        if self._listens:
+            self._signals = self._agreed_signals(trainer)
+            if _lightning.validation_is_due(trainer):
+                self._rng_before_validation = step, collect_rng_state()
         epoch_ends = _lightning.is_last_batch(trainer)
         now = self._progress(trainer, step, epoch_ends, clock)
         reasons = self._due(now)
         ending = _is_ending(trainer, now, epoch_ends)
         if not (
             reasons
+            or self._signals
             or (ending and self.save_on_train_end)
             or (epoch_ends and self._may_stop_late)
             or self._exchanges_always(trainer)
@@ -642,6 +671,27 @@ class CheckpointPolicy(Checkpoint):
         if self._active:
             self._pace.interrupted()
             self._logged = dict(trainer.callback_metrics)
+            if self._listens:
+                self._exchanges_in_validation = trainer.world_size == 1 or _same_on_all_ranks(
+                    trainer, trainer.num_val_batches
+                )
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
+    ) -> None:
+        """Save if a signal asks for the end of the fit; a resume runs the whole validation."""
+        if not (self._active and self._listens and self._exchanges_in_validation):
+            return
+        self._signals = self._agreed_signals(trainer)
+        if not self._signals or _lightning.validation_ends(trainer) or self._gradients_pending(trainer, pl_module):
+            return
+        epoch_ends = _lightning.is_last_batch(trainer)
+        now = self._progress(trainer, trainer.global_step, epoch_ends, time.monotonic())
+        stops = self._stops(now)
+        if trainer.world_size > 1:
+            stops = trainer.strategy.broadcast(stops)
+        if stops:
+            self._consider(trainer, now, VALIDATION_BATCH_END, self._due(now), True, epoch_ends)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if a trigger is due, with the metrics that this validation logged."""
@@ -650,6 +700,9 @@ class CheckpointPolicy(Checkpoint):
         if self._ledger is not None and self._ledger.events:
             self._report(trainer)
         self._validations += 1
+        self._validated_step = trainer.global_step
+        if self._listens:
+            self._signals = self._agreed_signals(trainer)
         metrics = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
@@ -693,6 +746,21 @@ class CheckpointPolicy(Checkpoint):
             self._since = self.trigger.follow(now, self._since)
         return reasons
 
+    def _agreed_signals(self, trainer: Trainer) -> Mapping[str, int]:
+        """How often each signal has arrived, the same on every rank."""
+        counts = self._arrivals.counts
+        if trainer.world_size == 1:
+            return counts
+        names = self.trigger.signals
+        local = torch.tensor([counts.get(name, 0) for name in names], device=trainer.strategy.root_device)
+        agreed = trainer.strategy.reduce(local, reduce_op="max")
+        assert isinstance(agreed, torch.Tensor)
+        return {name: count for name, count in zip(names, agreed.tolist(), strict=True) if count}
+
+    def _stops(self, now: Progress) -> bool:
+        """Whether a signal ends the fit at this save point. After SIGTERM Lightning ends every fit."""
+        return bool(now.signals) and (SIGTERM in now.signals or self.trigger.stops(now, self._since))
+
     def _gradients_pending(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         # in manual optimization nobody but the module knows its windows: the end of one is a batch that stepped
         return _lightning.gradients_pending(trainer) if pl_module.automatic_optimization else not self._stepped
@@ -707,6 +775,10 @@ class CheckpointPolicy(Checkpoint):
         """Save, unless this step's state was captured already or another save is on its way."""
         started = time.perf_counter()
         hold = False
+        stops = self._stops(now)
+        if trainer.world_size > 1 and self.trigger.timed:  # only rank 0 knows
+            reasons, stops = trainer.strategy.broadcast((reasons, stops))
+        ending = ending or stops
         if now.step == self._since.step:
             reasons = ()
         elif self.save_on_train_end and not reasons:
@@ -718,12 +790,17 @@ class CheckpointPolicy(Checkpoint):
         if reasons and (ending or hold or (epoch_ends and not self._loaders_stateful)):
             # the last chance of the fit; or of the epoch, since within one a plain loader can't be resumed exactly
             self._drain(trainer, self._patience, saves_only=True)
-        if trainer.world_size > 1 and (reasons or self.trigger.timed):
+        if reasons:
             reasons = _on_rank_zero(trainer, lambda: self._settle(reasons, now.metrics))
-        elif reasons:
-            reasons = self._settle(reasons, now.metrics)
         if reasons:
             self._save(trainer, now, point, reasons, started, last=ending or hold, hold=hold)
+        if stops:
+            self._drain(trainer, self._patience, saves_only=True)
+            rank_zero_info(
+                f"CheckpointPolicy: {' and '.join(sorted(now.signals))} ends this fit at step {now.step}; the newest "
+                f"confirmed checkpoint is {self.last_model_path or 'none'}"
+            )
+            _lightning.stop_as_after_sigterm(trainer)
 
     def _settle(self, reasons: tuple[str, ...], metrics: Mapping[str, float]) -> tuple[str, ...]:
         if not reasons or self._superseded:
@@ -927,6 +1004,10 @@ class CheckpointPolicy(Checkpoint):
         state["point"] = point
         state["batch_completed"] = completed
         state["epoch_ended"] = epoch_ended
+        if point == VALIDATION_BATCH_END:
+            _lightning.restart_validation(checkpoint)
+        if point == BATCH_END and self._validated_step == now.step:
+            _lightning.unstep_logger(checkpoint)
         state["created_at"] = time.time()
         state["early_stopped"] = trainer.should_stop and _early_stopping_is_over(trainer)
         state["accumulate_grad_batches"] = trainer.accumulate_grad_batches
@@ -935,7 +1016,11 @@ class CheckpointPolicy(Checkpoint):
         attempts = [self._attempt, *(policy._attempt for policy in policies if policy is not self)]
         state["runs"] = [attempt.run_id for attempt in attempts if attempt is not None]
         # only a save of ours is known to run on every rank
-        state["rng"] = _gather_rng(trainer) if self._capturing is not None else [collect_rng_state()]
+        own = collect_rng_state()
+        if point == VALIDATION_BATCH_END and self._rng_before_validation is not None:
+            step, before = self._rng_before_validation
+            own = before if step == now.step else own
+        state["rng"] = _gather(trainer, own) if self._capturing is not None else [own]
 
     # the end
 
@@ -964,9 +1049,14 @@ class CheckpointPolicy(Checkpoint):
             status = "stopped" if trainer.should_stop else "finished"
             _on_rank_zero(trainer, lambda: self._finish(trainer, confirmed, pruned, status))
         finally:
+            if self._listens and self._stops(
+                self._progress(trainer, trainer.global_step, False, time.monotonic())
+            ):  # it came after the last save point: for who asks trainer.received_sigterm
+                _lightning.stop_as_after_sigterm(trainer)
             self._active = False
             self._elapsed_before += time.monotonic() - self._fit_began
             self._release()
+            self._arrivals.restore()
             self._staging.clear()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -1005,14 +1095,28 @@ class CheckpointPolicy(Checkpoint):
         self._end_attempt(status)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Wait, for ``save_timeout`` at most, until the pending save is confirmed; capture nothing new."""
+        """Wait, for ``save_timeout`` at most, until the pending save is confirmed.
+
+        New state is captured only if a signal asked for it and no batch was on its way, so that a signal which ended
+        dataloader workers too has still led to a save.
+        """
+        try:
+            self._end_with(trainer, pl_module, exception)
+        finally:
+            self._arrivals.restore()
+
+    def _end_with(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        asked = self._active and self._listens and bool(self._arrivals.counts)
         self._release()
         if not self._active:
             return
         if self._overlap is not None:
             self._overlap[0].reach(going_on=False)
-        self._active = False
         self._capturing = None
+        stopped = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
+        if asked and trainer.world_size == 1:
+            stopped = self._save_what_a_signal_asked_for(trainer, pl_module) or stopped
+        self._active = False
         if self._ledger is None:
             return
         if not self._writer.drain(self._patience, saves_only=True):
@@ -1022,7 +1126,25 @@ class CheckpointPolicy(Checkpoint):
             )
         self._staging.clear()
         self._report(trainer, final=True, exception=exception)
-        self._end_attempt("stopped" if isinstance(exception, (KeyboardInterrupt, SIGTERMException)) else "error")
+        self._end_attempt("stopped" if stopped else "error")
+
+    def _save_what_a_signal_asked_for(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        """Save, where an error came before the end of the next batch, and say whether the fit was to be ended."""
+        self._signals = self._arrivals.counts
+        now = self._progress(trainer, trainer.global_step, _lightning.is_last_batch(trainer), time.monotonic())
+        stops, reasons = self._stops(now), self._due(now)
+        point = VALIDATION_BATCH_END if trainer.validating else BATCH_END
+        exact = not self._gradients_pending(trainer, pl_module) and (
+            trainer.validating or _lightning.is_between_batches(trainer)
+        )
+        if reasons and exact and now.step != self._since.step:
+            try:
+                self._writer.drain(self._patience, saves_only=True)
+                if self._settle(reasons, {}):
+                    self._save(trainer, now, point, reasons, time.perf_counter(), last=True, hold=False)
+            except Exception as error:  # it must not mask the one that is on its way
+                rank_zero_warn(f"What a signal asked for could not be saved: {_describe(error)}")
+        return stops
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take back what a fit that had nothing left to train was prepared with."""
@@ -1095,8 +1217,9 @@ class CheckpointPolicy(Checkpoint):
                 )
         if ledger.excess:
             self._warn_once(
-                f"what may never be deleted (the newest checkpoint, pinned ones and milestones) is {ledger.excess} bytes "
-                f"above the budget of retention={self.retention!r}: raise the budget, name fewer milestones or unpin some"
+                f"what may never be deleted (the newest checkpoint, pinned ones and milestones) is "
+                f"{ledger.excess} bytes above the budget of retention={self.retention!r}: raise the budget, name fewer "
+                "milestones or unpin some"
             )
         if not final and trainer.world_size == 1:
             self._raise_after_failures()
@@ -1287,14 +1410,17 @@ def _on_rank_zero(trainer: Trainer, function: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
-def _gather_rng(trainer: Trainer) -> list[dict[str, Any]]:
-    """The random state of every rank, on every rank."""
-    state = collect_rng_state()
+def _gather(trainer: Trainer, state: T) -> list[T]:
+    """The state of every rank, on every rank."""
     if trainer.world_size == 1:
         return [state]
     states: list[Any] = [None] * trainer.world_size
     torch.distributed.all_gather_object(states, state)
     return states
+
+
+def _same_on_all_ranks(trainer: Trainer, value: Any) -> bool:
+    return all(other == value for other in _gather(trainer, value))
 
 
 def _is_stateful(loader: Any) -> bool:
