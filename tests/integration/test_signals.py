@@ -186,6 +186,15 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     kill(process)
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As the programs have: sums of several threads may be rounded differently."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def ended(programs: Path, name: str) -> tuple[CheckpointStore, int, str]:
     status = programs / f"{name}.status"
     deadline = time.monotonic() + 90
