@@ -1219,7 +1219,8 @@ class CheckpointPolicy(Checkpoint):
             self._warn_once(
                 f"what may never be deleted (the newest checkpoint, pinned ones and milestones) is "
                 f"{ledger.excess} bytes above the budget of retention={self.retention!r}: raise the budget, name fewer "
-                "milestones or unpin some"
+                "milestones or unpin some",
+                about="budget",
             )
         if not final and trainer.world_size == 1:
             self._raise_after_failures()
@@ -1293,9 +1294,10 @@ class CheckpointPolicy(Checkpoint):
                 "there skips that step"
             )
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
+    def _warn_once(self, message: str, about: str = "") -> None:
+        about = about or message
+        if about not in self._warned:
+            self._warned.add(about)
             rank_zero_warn(f"CheckpointPolicy: {message}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning_ckpt_policy import (
     AdaptiveInterval,
     AfterValidation,
     CheckpointPolicy,
+    CheckpointStore,
     EveryInterval,
     EveryNTrainSteps,
     KeepBest,
@@ -99,6 +101,26 @@ def test_recipe(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     policy = policy_of(again)
     assert (policy.trigger, policy.retention) == (trigger, retention)
     assert printed(again, capsys) == shown
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_in_a_fit_that_is_resumed(name: str, tmp_path: Path) -> None:
+    configuration = yaml.safe_load(file_of(name).read_text())
+    configuration["trainer"]["callbacks"][0]["init_args"]["dirpath"] = str(tmp_path / "ckpt")
+    options = {"accelerator": "cpu", "logger": False, "default_root_dir": str(tmp_path), "enable_progress_bar": False}
+    configuration["trainer"].update(options)
+    before = signal.getsignal(signal.SIGTERM)
+    for epochs in (1, 2):
+        configuration["trainer"]["max_epochs"] = epochs
+        config = tmp_path / "config.yaml"
+        config.write_text(yaml.safe_dump(configuration))
+        args = ["fit", "--config", str(config), "--seed_everything=1", "--ckpt_path=last"]
+        LightningCLI(Net, Data, args=args, save_config_callback=None)
+        newest = CheckpointStore(str(tmp_path / "ckpt")).latest()
+        assert newest is not None
+        assert newest.step == 10 * epochs
+    assert len({record.run_id for record in CheckpointStore(str(tmp_path / "ckpt")).records()}) == 1
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def contains(whole: Any, part: Any) -> bool:
