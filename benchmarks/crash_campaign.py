@@ -274,8 +274,8 @@ class Tripwire:
                     self._wrap_role(cls, name)
         wire, original = self, backends_module.Backend.__init__
 
-        def init(backend: Any, fs: Any, root: str) -> None:
-            original(backend, fs, root)
+        def init(backend: Any, fs: Any, *args: Any) -> None:
+            original(backend, fs, *args)
             wire._wrap_filesystem(fs, isinstance(backend, backends_module.LocalBackend))
 
         backends_module.Backend.__init__ = init  # type: ignore[method-assign]

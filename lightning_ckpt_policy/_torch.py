@@ -5,9 +5,12 @@ A name that a later version takes away or changes is named by ``tests/test_torch
 
 from __future__ import annotations
 
+import pickle
 import threading
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -41,3 +44,36 @@ def version_of(tensor: torch.Tensor) -> int:
 def changes_in_backward(parameter: torch.Tensor) -> bool:
     """Whether a hook runs once the parameter's gradient is there, as optimizers that step in the backward pass use."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def save_without_data(checkpoint: Any, sink: Any, on_tensor: Callable[[torch.Tensor], None]) -> None:
+    """As ``torch.save``, but instead of each storage's bytes ``sink.seek(size, 1)`` is called.
+
+    Args:
+        checkpoint: What to save.
+        sink: A file object with ``write``, ``seek`` and ``flush``.
+        on_tensor: Called with each tensor, in the order in which their storages come, before any storage does.
+
+    Raises:
+        RuntimeError: A tensor can't be saved in this way, or this version of torch can't.
+    """
+    skip_data = getattr(torch.serialization, "skip_data", None)
+    if skip_data is None:
+        raise RuntimeError("this version of torch has no skip_data")
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, torch.Tensor):
+                on_tensor(obj)
+            return NotImplemented
+
+    module = types.ModuleType("pickle_that_tells_of_tensors")
+    module.Pickler = Pickler  # type: ignore[attr-defined]
+    with skip_data():
+        torch.save(checkpoint, sink, pickle_module=module)
+
+
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from any other that is alive."""
+    identity: int = storage._cdata
+    return identity

@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 from urllib.parse import quote, quote_plus
@@ -30,6 +30,7 @@ _BLOCK_BYTES = 4096
 _PROBE = ".write-test.tmp"
 _VERSION_KEYS = ("mtime", "ino", "created", "etag", "ETag", "generation", "updated", "LastModified", "last_modified")
 _COMMON_PROTOCOLS = ("a local path", "file", "gs", "gcs", "az", "abfs", "s3", "memory")
+_S3_CONNECTIONS = 128
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
 _NOT_RESERVABLE = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 _NO_LINKS = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errno.ENOSYS, errno.EMLINK)
@@ -55,13 +56,27 @@ class Backend:
     Attributes:
         retry_same_name: Whether a failed write may be tried again under its name. An unfinished upload can stay behind
             unseen in an object store and spoil the next one of that name.
+        connections: Requests for the parts of one payload at once, where it goes in parts; None chooses from its size.
+        part_bytes: Bytes of a part, where there are parts; None chooses from the payload's size.
     """
 
     retry_same_name = False
+    connections: int | None = None
+    part_bytes: int | None = None
 
-    def __init__(self, fs: Any, root: str) -> None:
+    def __init__(self, fs: Any, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self.fs = fs
         self.root = root.rstrip("/")
+        self._options = storage_options
+
+    def _call(self, doing: str, method: str, path: str, *args: Any, **options: Any) -> Any:
+        """Call a method of the filesystem; ``doing`` says what for: to "write", "read", "list" or "delete"."""
+        return getattr(self.fs, method)(path, *args, **options)
+
+    @contextlib.contextmanager
+    def time_limit(self, seconds: float | None) -> Iterator[None]:
+        """End this thread's requests once ``seconds`` have passed since now, where the filesystem can."""
+        yield
 
     def path(self, name: str) -> str:
         """The path of ``name`` as the filesystem wants it."""
@@ -81,20 +96,20 @@ class Backend:
     def is_file(self) -> bool:
         """Whether a file lies where the folder should be."""
         try:
-            return bool(self.fs.info(self.root or "/")["type"] == "file")
+            return bool(self._call("read", "info", self.root or "/")["type"] == "file")
         except Exception:  # not there, or not for us to ask about; whether it can be written to is what counts
             return False
 
     def probe(self) -> None:
         """Write and delete a small file; any error means that the folder isn't writable."""
-        self.fs.pipe_file(self.path(_PROBE), b"write test")
+        self._call("write", "pipe_file", self.path(_PROBE), b"write test")
         self.delete(_PROBE)
 
     def entries(self, folder: str = "") -> dict[str, Entry | None]:
         """Everything in the folder by name: an ``Entry`` for a file, else None. A missing folder is empty."""
         prefix = self.path(folder).rstrip("/") + "/"
         try:
-            listing = self.fs.ls(self.path(folder) or "/", detail=True)
+            listing = self._call("list", "ls", self.path(folder) or "/", detail=True)
         except FileNotFoundError:
             return {}
         found: dict[str, Entry | None] = {}
@@ -105,7 +120,7 @@ class Backend:
                 continue  # an object store may list the folder's own placeholder
             if info.get("islink"):
                 with contextlib.suppress(FileNotFoundError):
-                    info = self.fs.info(path)  # what it points to
+                    info = self._call("read", "info", path)  # what it points to
             if info["type"] == "file":
                 version = tuple(info.get(key) for key in _VERSION_KEYS)
                 known = any(part is not None for part in version)
@@ -117,7 +132,7 @@ class Backend:
     def names(self) -> set[str]:
         """The names of everything in the folder; cheaper than `entries` where there are many."""
         try:
-            listing = self.fs.ls(self.root or "/", detail=False)
+            listing = self._call("list", "ls", self.root or "/", detail=False)
         except FileNotFoundError:
             return set()
         return {str(path).rstrip("/").rpartition("/")[2] for path in listing}
@@ -129,7 +144,7 @@ class Backend:
     def size(self, name: str) -> int | None:
         """Bytes of a file, None if there is none."""
         try:
-            info = self.fs.info(self.path(name))
+            info = self._call("read", "info", self.path(name))
         except FileNotFoundError:
             return None
         return int(info["size"]) if info["type"] == "file" else None
@@ -140,7 +155,7 @@ class Backend:
         Raises:
             FileNotFoundError: There is no such file.
         """
-        return bytes(self.fs.cat_file(self.path(name)))
+        return bytes(self._call("read", "cat_file", self.path(name)))
 
     def read_many(self, names: Iterable[str]) -> dict[str, bytes | Exception]:
         """Small files whole, each with its bytes or the error that reading it gave; at once where the store can."""
@@ -193,9 +208,9 @@ class Backend:
         path = self.path(name)
         try:
             if exclusive:
-                self.fs.pipe_file(path, data, mode="create")
+                self._call("write", "pipe_file", path, data, mode="create")
             else:
-                self.fs.pipe_file(path, data)
+                self._call("write", "pipe_file", path, data)
         except Exception as error:
             # the answer to a write that succeeded may have been lost, so what lies there decides
             there = self._read_or_error(name)
@@ -204,11 +219,18 @@ class Backend:
             if exclusive and isinstance(there, bytes):
                 raise FileExistsError(errno.EEXIST, "there is such a file already", path) from error
             raise
-        arrived = self.size(name)
-        if arrived != len(data):
+        try:
+            self._compare_small(name, data)
+        except OSError:
             if exclusive:
                 self._discard(name)
-            raise _size_error(path, arrived, len(data))
+            raise
+
+    def _compare_small(self, name: str, data: bytes) -> None:
+        """Raise an ``OSError`` if a small file isn't what was written."""
+        arrived = self.size(name)
+        if arrived != len(data):
+            raise size_error(self.path(name), arrived, len(data))
 
     def write_payload(
         self,
@@ -235,13 +257,13 @@ class Backend:
         try:
             written = sum(_write_all(file, chunk) for chunk in chunks)
             if written != size:
-                raise _size_error(path, written, size)
+                raise size_error(path, written, size)
             confirm()
             closing = True
             file.close()
             arrived = self.size(name)
             if arrived != size:
-                raise _size_error(path, arrived, size)
+                raise size_error(path, arrived, size)
         except BaseException:
             # closing an fsspec file finishes its upload, and so does dropping it, whatever became of the bytes
             _abandon(file)
@@ -252,7 +274,15 @@ class Backend:
     def delete(self, name: str) -> None:
         """Delete a file; a missing one is fine."""
         with contextlib.suppress(FileNotFoundError):
-            self.fs.rm_file(self.path(name))
+            self._call("delete", "rm_file", self.path(name))
+
+    def drop_unfinished(self, name: str, tag: str) -> Sequence[str]:
+        """Remove what a killed `write_payload` of that name and tag left. Returns the names of deleted files."""
+        temporary = self.temporary(name, tag)
+        if temporary is None or self.size(temporary) is None:
+            return []
+        self.delete(temporary)
+        return [temporary]
 
     def _discard(self, name: str) -> None:
         with contextlib.suppress(Exception):
@@ -291,7 +321,7 @@ class MemoryBackend(Backend):
         """As ``Backend.write_payload``, in one piece: a file opened in memory is visible before it is filled."""
         data = b"".join(chunks)
         if len(data) != size:
-            raise _size_error(self.path(name), len(data), size)
+            raise size_error(self.path(name), len(data), size)
         confirm()
         new = self.size(name) is None
         try:
@@ -448,12 +478,12 @@ class LocalBackend(Backend):
         file.flush()
         # space that was reserved makes a file look whole, so the position is asked as well
         if file.tell() != size:
-            raise _size_error(path, file.tell(), size)
+            raise size_error(path, file.tell(), size)
         os.fsync(file.fileno())
         file.close()
         arrived = int(self.fs.info(path)["size"])
         if arrived != size:
-            raise _size_error(path, arrived, size)
+            raise size_error(path, arrived, size)
 
     def _close_and_remove(self, file: Any, path: str) -> None:
         with contextlib.suppress(Exception):
@@ -478,8 +508,10 @@ def make_filesystem(url: str, storage_options: Mapping[str, Any] | None = None) 
     >>> path
     '/bucket/run'
     """
-    options = {**(storage_options or {}), "skip_instance_cache": True, "use_listings_cache": False}
+    options: dict[str, Any] = {**(storage_options or {}), "skip_instance_cache": True, "use_listings_cache": False}
     protocol = url.split("://", 1)[0].split("::", 1)[0] if "://" in url else "file"
+    if protocol in _EXTRAS:  # S3: botocore has room for 10 requests at once, and ten thousand records may be there
+        options["config_kwargs"] = {"max_pool_connections": _S3_CONNECTIONS, **options.get("config_kwargs", {})}
     try:
         fsspec.get_filesystem_class(protocol)  # type: ignore[no-untyped-call]
     except ValueError as error:
@@ -520,7 +552,7 @@ class _Discreet:
             try:
                 result = value(*args, **kwargs)
             except Exception as error:
-                if _redact_error(error, self._options):
+                if redact_error(error, self._options):
                     raise
                 raise OSError(redact(f"{type(error).__name__}: {error}", self._options)) from None
             return _Discreet(result, self._options) if name == "open" else result
@@ -537,7 +569,7 @@ class _Discreet:
         self.close()
 
 
-def _redact_error(error: BaseException, options: Mapping[str, Any]) -> bool:
+def redact_error(error: BaseException, options: Mapping[str, Any] | None) -> bool:
     """Take the options' values out of an error and of what caused it; whether their texts are free of them then.
 
     An ``OSError`` keeps its kind and the path it names, which is no secret.
@@ -565,7 +597,12 @@ def make_backend(url: str, storage_options: Mapping[str, Any] | None = None) -> 
     """
     fs, path = make_filesystem(url, storage_options)
     protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
-    return _BACKENDS.get(protocol, Backend)(fs, path)
+    backend = _BACKENDS.get(protocol)
+    if backend is None and getattr(fs, "async_impl", False):
+        from lightning_ckpt_policy.remote import REMOTE_BACKENDS  # it builds on this module
+
+        backend = REMOTE_BACKENDS.get(protocol)
+    return (backend or Backend)(fs, path, storage_options)
 
 
 _BACKENDS: dict[str, type[Backend]] = {"file": LocalBackend, "local": LocalBackend, "memory": MemoryBackend}
@@ -643,7 +680,7 @@ def _write_direct(file: Any, chunk: bytes | memoryview) -> bool:
     try:
         _write_all(file, chunk)
     except OSError as error:
-        if error.errno != errno.EINVAL or not _set_direct(file, False):
+        if error.errno not in (errno.EINVAL, errno.EFAULT) or not _set_direct(file, False):
             raise
         file.seek(start)
         _write_all(file, chunk)
@@ -710,6 +747,6 @@ def _abandon(file: Any) -> None:
             file.closed = True
 
 
-def _size_error(path: str, arrived: int | None, size: int) -> OSError:
+def size_error(path: str, arrived: int | None, size: int) -> OSError:
     what = "nothing" if arrived is None else f"{arrived:,} bytes"
     return OSError(errno.EIO, f"{what} arrived instead of {size:,} bytes", path)

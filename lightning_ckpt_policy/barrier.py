@@ -26,6 +26,24 @@ def may_change_weights_early(module: LightningModule) -> str | None:
     return next((hook for hook in _EARLY_HOOKS if is_overridden(hook, module, LightningModule)), None)
 
 
+def can_be_put_up(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether the optimizers have the hooks that a barrier needs."""
+    if not _needs_step_hooks(module):
+        return True
+    try:
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:  # a wrapper that isn't quite an optimizer
+        return False
+    return True
+
+
+def _needs_step_hooks(module: LightningModule) -> bool:
+    # Lightning's hook comes after the forward and backward passes, torch's before them; where the module calls the
+    # optimizer itself only torch's is sure to come
+    return not module.automatic_optimization or is_overridden("optimizer_step", module, LightningModule)
+
+
 class Barrier(Callback):
     """Calls a function once: before the next optimizer step, validation, end of an epoch or end of the fit.
 
@@ -44,9 +62,7 @@ class Barrier(Callback):
         self._hooks: list[Any] = []
         self._reached = False
         trainer.callbacks = [self, *_lightning.callbacks(trainer)]  # type: ignore[attr-defined]
-        # Lightning's hook comes after the forward and backward passes, torch's before; where the module calls the
-        # optimizer itself only torch's is sure to come
-        if not module.automatic_optimization or is_overridden("optimizer_step", module, LightningModule):
+        if _needs_step_hooks(module):
             for optimizer in trainer.optimizers:
                 self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.reach()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -32,7 +33,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_ckpt_policy import _lightning, _torch
-from lightning_ckpt_policy.barrier import Barrier, may_change_weights_early
+from lightning_ckpt_policy.barrier import Barrier, can_be_put_up, may_change_weights_early
 from lightning_ckpt_policy.errors import (
     CheckpointError,
     CheckpointSaveError,
@@ -495,6 +496,9 @@ class CheckpointPolicy(Checkpoint):
         self._active = True
         self._listen(trainer)
         self._overlaps = self._may_overlap(trainer, pl_module)
+        pinned = trainer.strategy.root_device.type == "cuda"
+        if self._staging.pinned != pinned:
+            self._staging = Staging(pinned)
         self._writer.before_wait = self._reach_barrier  # a save that isn't complete isn't written
         self._overlapped = 0
         self._reserved = False
@@ -588,9 +592,10 @@ class CheckpointPolicy(Checkpoint):
         self._steppers.clear()
         if not pl_module.automatic_optimization:
             for optimizer in trainer.optimizers:
-                self._hooks.append(
-                    optimizer.register_step_post_hook(lambda stepped, *_: self._steppers.add(id(stepped)))
-                )
+                with contextlib.suppress(AttributeError):  # a wrapper that isn't quite an optimizer has no hooks
+                    self._hooks.append(
+                        optimizer.register_step_post_hook(lambda stepped, *_: self._steppers.add(id(stepped)))
+                    )
 
     def _reach_barrier(self) -> None:
         trainer = self._trainer()
@@ -606,7 +611,7 @@ class CheckpointPolicy(Checkpoint):
                 f"CheckpointPolicy: {type(pl_module).__name__}.{hook} may change weights before the next optimizer "
                 'step, so all state is copied before training goes on (snapshot="eager")'
             )
-        return hook is None and all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in trainer.optimizers)
+        return hook is None and can_be_put_up(trainer, pl_module)
 
     def _release(self) -> None:
         """Take back everything that was put into Lightning and torch for the length of a fit."""
@@ -805,7 +810,7 @@ class CheckpointPolicy(Checkpoint):
     def _settle(self, reasons: tuple[str, ...], metrics: Mapping[str, float]) -> tuple[str, ...]:
         if not reasons or self._superseded:
             return ()
-        if self._writer.saving:
+        if self._writer.saving or self._overlap is not None:
             if metrics:
                 self._warn_once(
                     "a save that was due at the end of a validation waits for the one before it, which is still being "
@@ -877,8 +882,8 @@ class CheckpointPolicy(Checkpoint):
         module = trainer.lightning_module
         overlapped = self._overlaps and not last
         request: SaveRequest | None = None
+        draft: dict[str, Any] = {}
         if self._ledger is not None:
-            still = still_storages(_optimized(trainer, module)) if overlapped else {}
             draft = {
                 "step": now.step,
                 "epoch": now.epoch,
@@ -892,31 +897,42 @@ class CheckpointPolicy(Checkpoint):
                 "world_size": trainer.world_size,
                 "weights_only": self.save_weights_only,
             }
-            request = SaveRequest(self._ledger, draft, self.save_timeout, self._staging, still, hold)
+            request = SaveRequest(self._staging, still_storages(_optimized(trainer, module)) if overlapped else {})
         self._capturing = (now, point)
         try:
             trainer.save_checkpoint(self.store.url, self.save_weights_only, storage_options=request)
         except BaseException:
             if request is not None and request.image is not None:
-                request.image.refuse()
+                request.image.release()
             raise
         finally:
             self._capturing = None
+        self._pace.save_began()
         image = None if request is None else request.image
         if image is not None:
             image.held_seconds = time.perf_counter() - started
         captured = now.captured(self._since)
         # every rank comes to the barrier, where they agree whether the copy is good
         if overlapped and (trainer.world_size > 1 or (image is not None and image.deferred)):
-            self._complete_later(trainer, module, image, captured)
+            self._complete_later(trainer, module, image, draft, captured)
         elif image is not None:
-            image.seal()
+            self._submit(image, draft, hold)
         if hold:
             self._held = captured
         else:
             self._since = captured
 
-    def _complete_later(self, trainer: Trainer, module: LightningModule, image: Image | None, now: Progress) -> None:
+    def _submit(self, image: Image, draft: dict[str, Any], hold: bool = False) -> None:
+        assert self._ledger is not None
+        draft["held_seconds"] = image.held_seconds
+        if hold:
+            self._ledger.hold(image, draft)
+        else:
+            self._ledger.submit(image, draft, self.save_timeout)
+
+    def _complete_later(
+        self, trainer: Trainer, module: LightningModule, image: Image | None, draft: dict[str, Any], now: Progress
+    ) -> None:
         """Let an image be completed in the background, and wait for that before anything can change the state."""
         fingerprints: list[str] | None = None
         if image is not None:
@@ -926,19 +942,20 @@ class CheckpointPolicy(Checkpoint):
                 image.audit_seconds = time.perf_counter() - began
             image.start()
         self._overlapped += 1
-        complete = functools.partial(self._complete, trainer, image, now, self._since, fingerprints)
+        complete = functools.partial(self._complete, trainer, image, draft, now, self._since, fingerprints)
         self._overlap = Barrier(trainer, module, complete), image
 
     def _complete(
         self,
         trainer: Trainer,
         image: Image | None,
+        draft: dict[str, Any],
         now: Progress,
         before: Progress,
         fingerprints: list[str] | None,
         going_on: bool,
     ) -> None:
-        """Complete an image; if something has changed the state too early, discard it."""
+        """Complete an image and let it be written; if something has changed the state too early, discard it."""
         self._overlap = None
         changed: str | None = None
         try:
@@ -953,15 +970,15 @@ class CheckpointPolicy(Checkpoint):
                     image.audit_seconds += time.perf_counter() - completed
             agreed = trainer.world_size == 1
             if going_on and not agreed:
-                agreed = True
                 changed = trainer.strategy.broadcast(changed)
+                agreed = True
         except BaseException:
-            changed = changed or "the copy"
-            raise
-        finally:
             if image is not None:
-                image.seal() if changed is None else image.refuse()
+                image.release()
+            raise
         if changed is None:
+            if image is not None:
+                self._submit(image, draft)
             return
         self._overlaps = False
         if self._since.step == now.step and agreed:
@@ -973,6 +990,7 @@ class CheckpointPolicy(Checkpoint):
         )
         rank_zero_warn(f"CheckpointPolicy: {error}")
         if image is not None:
+            image.release()
             self.history.append(SaveOutcome(now.step, None, error, image.held_seconds, image.audit_seconds))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

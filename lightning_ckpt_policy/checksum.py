@@ -28,6 +28,11 @@ class Checksum:
         # google_crc32c refuses bytearray and memoryview, but takes an array over the same memory
         self._crc = google_crc32c.extend(self._crc, np.frombuffer(data, np.uint8))
 
+    @property
+    def value(self) -> int:
+        """The checksum of what was taken in so far."""
+        return self._crc
+
     def __str__(self) -> str:
         return f"{ALGORITHM}:{self._crc:08x}"
 

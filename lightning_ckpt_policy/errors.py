@@ -49,3 +49,11 @@ class PinnedError(CheckpointError, ValueError):
     >>> issubclass(PinnedError, ValueError)
     True
     """
+
+
+class BucketNotFoundError(CheckpointError, FileNotFoundError):
+    """The bucket or container of a store doesn't exist.
+
+    >>> issubclass(BucketNotFoundError, FileNotFoundError)
+    True
+    """

@@ -152,6 +152,10 @@ class Pace:
                 self._idle_step += (seconds - self._idle_step) / min(self._idle_steps, _PACE_STEPS)
         self._last, self._was_writing = clock, writing
 
+    def save_began(self) -> None:
+        """Note that a save has begun since the last batch's end."""
+        self._was_writing = True
+
     def interrupted(self) -> None:
         """Leave out the time up to the next batch's end: something else than a batch comes in between."""
         self._last = None

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning_ckpt_policy import _lightning
 from lightning_ckpt_policy.backends import make_backend
 from lightning_ckpt_policy.errors import CheckpointSaveError
-from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, Ledger, SaveInFlight
+from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, SaveInFlight
 from lightning_ckpt_policy.retry import forget_frames, retrying
 from lightning_ckpt_policy.snapshot import Image, Staging, Still, take_snapshot
 from lightning_ckpt_policy.writer import BackgroundWriter
@@ -33,15 +33,17 @@ GRACE = 10.0
 
 @dataclass
 class SaveRequest:
-    """What a policy hands to ``Trainer.save_checkpoint(storage_options=...)``: commit this, with a record."""
+    """What a policy hands to ``Trainer.save_checkpoint(storage_options=...)``, to be given an image.
 
-    ledger: Ledger
-    draft: Mapping[str, Any]
-    save_timeout: float
+    Attributes:
+        staging: The memory to use.
+        still: What needn't be copied at once.
+        image: The answer.
+    """
+
     staging: Staging
-    still: Mapping[int, Still]  # what needn't be copied at once
-    hold: bool = False  # keep it back until it is known whether it is the last one
-    image: Image | None = None  # the answer; whoever asked seals or refuses it
+    still: Mapping[int, Still]
+    image: Image | None = None
 
 
 class AsyncCheckpointIO(CheckpointIO):
@@ -105,12 +107,7 @@ class AsyncCheckpointIO(CheckpointIO):
             storage_options: Options for this path's filesystem, over those given at construction.
         """
         if isinstance(storage_options, SaveRequest):
-            request = storage_options
-            request.image = take_snapshot(checkpoint, request.staging, request.still)
-            if request.hold:
-                request.ledger.hold(request.image, request.draft)
-            else:
-                request.ledger.submit(request.image, request.draft, request.save_timeout)
+            storage_options.image = take_snapshot(checkpoint, storage_options.staging, storage_options.still)
             return
         target, options = str(path), {**(self._storage_options or {}), **(storage_options or {})}
         if self.managed:

@@ -122,7 +122,7 @@ class Ledger:
         """Queue a save.
 
         Args:
-            image: The captured state, written once it is sealed; its memory is let go of once the save has ended.
+            image: The captured state, complete; its memory is let go of once the save has ended.
             draft: The record's fields, without those that only the store knows.
             timeout: Seconds after which the save has failed, whatever the store does.
         """
@@ -133,10 +133,7 @@ class Ledger:
 
         def run() -> None:
             try:
-                if not image.wait():
-                    save.settle()  # whoever refused it has said so
-                    return
-                record = self._commit(save, image, {**draft, "held_seconds": image.held_seconds})
+                record = self._commit(save, image, draft, timeout)
             except BaseException as error:
                 if save.settle():
                     forget_frames(error)
@@ -204,7 +201,9 @@ class Ledger:
                 on_timeout=functools.partial(self._give_up_deleting, record),
             )
 
-    def _commit(self, save: SaveInFlight, image: Image, draft: Mapping[str, Any]) -> CheckpointRecord:
+    def _commit(
+        self, save: SaveInFlight, image: Image, draft: Mapping[str, Any], timeout: float | None
+    ) -> CheckpointRecord:
         def guard() -> None:
             save.guard()
             if self.store.superseded(self.attempt):
@@ -216,7 +215,7 @@ class Ledger:
         def once() -> CheckpointRecord:
             guard()
             pending = self.store.begin(draft["step"], self.attempt.run_id, self.attempt.number, self.filename)
-            return self.store.commit(pending, image, draft, guard=guard)
+            return self.store.commit(pending, image, draft, guard=guard, timeout=timeout)
 
         return retrying(save.given_up)(once)
 

@@ -7,16 +7,17 @@ import random
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
+from tenacity import AsyncRetrying, RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
-from lightning_ckpt_policy.errors import DamagedCheckpointError
+from lightning_ckpt_policy.errors import BucketNotFoundError, DamagedCheckpointError
 
 TRIES = 4
 _FINAL_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG}
 )
-_FINAL_TYPES = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+_FINAL_TYPES = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError, BucketNotFoundError)
 
 
 _backoff = wait_exponential(multiplier=0.2, max=20)
@@ -57,6 +58,11 @@ def retrying(stop: threading.Event | None = None) -> Retrying:
         sleep=time.sleep if stop is None else stop.wait,  # type: ignore[arg-type]
         reraise=True,
     )
+
+
+def retrying_async(may_pass: Callable[[BaseException], bool]) -> AsyncRetrying:
+    """As :func:`retrying`, for a coroutine function and errors of which ``may_pass`` is true."""
+    return AsyncRetrying(stop=stop_after_attempt(TRIES), wait=_wait, retry=retry_if_exception(may_pass), reraise=True)
 
 
 def forget_frames(error: BaseException) -> None:

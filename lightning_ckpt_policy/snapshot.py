@@ -6,7 +6,9 @@ and copied by a background thread; :meth:`Image.complete` is then called before 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import mmap
 import os
 import threading
@@ -22,6 +24,8 @@ import torch
 from lightning_ckpt_policy import _torch
 from lightning_ckpt_policy.checksum import Checksum
 
+log = logging.getLogger(__name__)
+
 CHUNK_BYTES = 8 << 20
 # a smaller tensor is copied at once: that takes no longer than to note that it has to be copied
 DEFER_BYTES = 16 << 10
@@ -33,17 +37,21 @@ class Staging:
     """Host memory in chunks of :data:`CHUNK_BYTES`, page-aligned, touched once and used again by each snapshot.
 
     A copy into memory that was never touched takes many times as long as one into memory that was.
+
+    Args:
+        pinned: Whether the memory is page-locked, for copies from a CUDA device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned = pinned
         self._lock = threading.Lock()
         self._free: list[_Bytes] = []
         self._made = 0
         self._wanted = 0
         self._pid = os.getpid()
 
-    def __reduce__(self) -> tuple[type[Staging], tuple[()]]:
-        return type(self), ()  # a copy in another process has no memory yet
+    def __reduce__(self) -> tuple[type[Staging], tuple[bool]]:
+        return type(self), (self.pinned,)  # a copy in another process has no memory yet
 
     @property
     def size(self) -> int:
@@ -58,7 +66,7 @@ class Staging:
             if self._free:
                 return self._free.pop()
             self._made += 1
-        return _new_chunk()
+        return _new_chunk(self.pinned)
 
     def give_back(self, chunks: Iterable[_Bytes]) -> None:
         """Let chunks be used again."""
@@ -78,7 +86,7 @@ class Staging:
                 if self.size >= self._wanted:
                     return
                 self._made += 1
-            chunk = _new_chunk()
+            chunk = _new_chunk(self.pinned)
             ctypes.memset(chunk.ctypes.data, 0, CHUNK_BYTES)
             self.give_back([chunk])
 
@@ -90,14 +98,15 @@ class Staging:
             self._free.clear()
 
 
-def _new_chunk() -> _Bytes:
+def _new_chunk(pinned: bool) -> _Bytes:
+    if pinned:
+        chunk: _Bytes = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True).numpy()
+        return chunk
     memory = mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a fork would make every page be copied at its next use
         if hasattr(mmap, advice):
-            try:
+            with contextlib.suppress(OSError):  # a kernel without it works as well, only slower
                 memory.madvise(getattr(mmap, advice))
-            except OSError:
-                pass  # a kernel without it works as well, only slower
     return np.frombuffer(memory, np.uint8)
 
 
@@ -109,13 +118,18 @@ class Still:
         name: What users call what lies in it.
         storage: The storage.
         address: Where it lies.
-        tensors: Tensors on it, each with autograd's count of its changes.
+        tensors: The tensors that share it out among them.
     """
 
     name: str
     storage: torch.UntypedStorage
     address: int
-    tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it lies in a CUDA device's memory."""
+        return self.storage.device.type == "cuda"
 
     @property
     def moved(self) -> bool:
@@ -123,15 +137,33 @@ class Still:
         return self.storage.data_ptr() != self.address
 
     @property
-    def changed(self) -> bool:
-        """Whether autograd saw a change. Only a hint: fused steps, ``.data`` and aliases don't count."""
-        return self.moved or any(_torch.version_of(tensor) != version for tensor, version in self.tensors)
+    def versions(self) -> list[int]:
+        """How often autograd saw each tensor change. A hint: fused steps, ``.data`` and aliases don't count."""
+        return [_torch.version_of(tensor) for tensor in self.tensors]
+
+    @property
+    def covered(self) -> bool:
+        """Whether the tensors make up all of its memory, so that nothing else lies in it."""
+        end = 0
+        for start, stop in sorted(_span(tensor) for tensor in self.tensors):
+            if start > end:
+                return False
+            end = max(end, stop)
+        return end == self.storage.nbytes()
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last byte (exclusive) of the memory that a tensor fills; nothing if it leaves gaps."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + (tensor.nbytes if tensor.permute(order).is_contiguous() else 0)
 
 
 def still_storages(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, Still]:
     """The storages, by address, that may be copied later, of named tensors that stay still.
 
-    Small ones are left out, and those that aren't plain memory of this process alone.
+    Small ones are left out, those that aren't plain memory of this process alone, and those in which something else
+    lies as well.
 
     >>> list(still_storages([("weight", torch.zeros(10_000)), ("bias", torch.zeros(3))]).values())[0].name
     'weight'
@@ -140,18 +172,18 @@ def still_storages(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, Sti
     for name, tensor in tensors:
         if (
             tensor.layout != torch.strided
-            or tensor.device.type != "cpu"
+            or tensor.device.type not in ("cpu", "cuda")
             or tensor.is_quantized
             or tensor.is_inference()
             or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
         ):
             continue
         storage = tensor.untyped_storage()
-        if storage.nbytes() < DEFER_BYTES or storage.is_shared():
+        if storage.nbytes() < DEFER_BYTES or (tensor.device.type == "cpu" and storage.is_shared()):
             continue
         one = still.setdefault(storage.data_ptr(), Still(name, storage, storage.data_ptr()))
-        one.tensors.append((tensor, _torch.version_of(tensor)))
-    return still
+        one.tensors.append(tensor)
+    return {address: one for address, one in still.items() if one.covered}
 
 
 @dataclass(frozen=True)
@@ -164,9 +196,13 @@ class _Piece:
     offset: int
     size: int
 
-    def copy(self, in_background: bool) -> None:
+    def copy(self, in_background: bool, streams: Mapping[torch.device, torch.cuda.Stream]) -> None:
         if self.still.moved:
             return  # `changed` tells the caller
+        if self.still.on_device:
+            with torch.cuda.stream(streams[self.still.storage.device]):
+                _copy_storage(self.chunk, self.offset, self.still.storage, self.start, self.size)
+            return
         source = self.still.address + self.start
         if in_background:
             ctypes.memmove(self.chunk.ctypes.data + self.offset, source, self.size)
@@ -176,8 +212,6 @@ class _Piece:
 
 class Image:
     """The bytes of a checkpoint file, held in chunks of host memory.
-
-    Whoever took it calls :meth:`seal` or :meth:`refuse` once the copy is complete; only a sealed one is written.
 
     Attributes:
         size: Bytes.
@@ -195,36 +229,59 @@ class Image:
         self.audit_seconds = 0.0
         self._staging = staging
         self._chunks: list[_Bytes] | None = []
-        self._still: list[tuple[Still, int]] = []  # with their places in the file
+        self._still: list[tuple[Still, int, list[int]]] = []  # with its place in the file and its versions
         self._pieces: deque[_Piece] = deque()
         self._condition = threading.Condition()
         self._copying = 0
-        self._sealed: bool | None = None
+        self._failed: str | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # beside the one that trains
 
     # taking it
 
     def write(self, data: memoryview, still: Mapping[int, Still]) -> None:
         """Append bytes; those of a storage in ``still`` are only noted."""
         size = data.nbytes
-        if size < DEFER_BYTES:
-            done = 0
-            for chunk, offset, take in self._append(size):
-                chunk.data[offset : offset + take] = data[done : done + take]
-                done += take
-            return
         address = int(np.frombuffer(data, np.uint8).ctypes.data)
         one = still.get(address)
         if one is not None and one.storage.nbytes() == size:
-            self._still.append((one, self.size))
-            self.deferred += size
-            done = 0
-            for chunk, offset, take in self._append(size):
-                self._pieces.append(_Piece(one, done, chunk, offset, take))
-                done += take
+            self._defer(one, size)
             return
         for chunk, offset, take in self._append(size):
             _copy(chunk, offset, address, take)
             address += take
+
+    def write_storage(self, storage: torch.UntypedStorage, still: Mapping[int, Still]) -> None:
+        """Append a storage's bytes, or note them if it is in ``still``; it may lie on a device."""
+        one = still.get(storage.data_ptr())
+        if one is not None and one.storage.nbytes() == storage.nbytes():
+            self._defer(one, storage.nbytes())
+            return
+        start = 0
+        for chunk, offset, take in self._append(storage.nbytes()):
+            _copy_storage(chunk, offset, storage, start, take, wait=True)
+            start += take
+
+    def _defer(self, one: Still, size: int) -> None:
+        device = one.storage.device
+        if one.on_device and device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams[device].wait_stream(torch.cuda.current_stream(device))  # what was computed so far
+        self._still.append((one, self.size, one.versions))
+        self.deferred += size
+        done = 0
+        for chunk, offset, take in self._append(size):
+            self._pieces.append(_Piece(one, done, chunk, offset, take))
+            done += take
+
+    def clear(self) -> None:
+        """Begin anew."""
+        assert self._chunks is not None
+        self._finish_streams()
+        self._staging.give_back(self._chunks)
+        self._chunks = []
+        self._still.clear()
+        self._pieces.clear()
+        self.size = self.deferred = 0
 
     def _append(self, size: int) -> Iterator[tuple[_Bytes, int, int]]:
         """Places for the next ``size`` bytes: chunk, offset in it, bytes."""
@@ -241,7 +298,8 @@ class Image:
     def start(self) -> None:
         """Begin to copy what was deferred, in a background thread."""
         if self._pieces:
-            threading.Thread(target=self._copy_pieces, args=(True,), name="ckpt-copy", daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # no thread is to be had: `complete` does it all
+                threading.Thread(target=self._copy_pieces, args=(True,), name="ckpt-copy", daemon=True).start()
 
     @property
     def copied(self) -> bool:
@@ -249,10 +307,17 @@ class Image:
         return not self._pieces and not self._copying
 
     def complete(self) -> None:
-        """Return once everything is copied; the caller's thread helps."""
+        """Return once everything is copied, or will be before a device changes it; the caller's thread helps."""
         self._copy_pieces(in_background=False)
         with self._condition:
             self._condition.wait_for(lambda: not self._copying)
+        for device, stream in self._streams.items():
+            # a device's copies may not be over yet, but it changes nothing before they are
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    def _finish_streams(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
 
     def _copy_pieces(self, in_background: bool) -> None:
         while True:
@@ -262,7 +327,10 @@ class Image:
                 piece = self._pieces.popleft()
                 self._copying += 1
             try:
-                piece.copy(in_background)
+                piece.copy(in_background, self._streams)
+            except Exception:  # the copy isn't used then
+                log.exception("%s could not be copied", piece.still.name)
+                self._failed = piece.still.name
             finally:
                 del piece
                 with self._condition:
@@ -274,15 +342,19 @@ class Image:
     @property
     def changed(self) -> str | None:
         """The name of a deferred storage that is known to have changed since, None if none is."""
-        return next((still.name for still, _ in self._still if still.changed), None)
+        for still, _, versions in self._still:
+            if still.moved or still.versions != versions:
+                return still.name
+        return self._failed
 
     def fingerprints(self) -> list[str]:
         """Checksums of the deferred storages as they are now."""
-        return [_checksum([_at(still.address, still.storage.nbytes())]) for still, _ in self._still]
+        return [_checksum(_bytes_of(still)) for still, _, _ in self._still]
 
     def differs(self, fingerprints: list[str]) -> str | None:
         """The name of a deferred storage whose copy isn't what ``fingerprints`` told, None if all are equal."""
-        for (still, place), fingerprint in zip(self._still, fingerprints, strict=True):
+        self._finish_streams()
+        for (still, place, _), fingerprint in zip(self._still, fingerprints, strict=True):
             if _checksum(self._staged(place, still.storage.nbytes())) != fingerprint:
                 return still.name
         return None
@@ -296,27 +368,6 @@ class Image:
             place += take
             size -= take
 
-    def seal(self) -> None:
-        """Say that the copy is complete and right."""
-        self._settle(True)
-
-    def refuse(self) -> None:
-        """Say that the copy is not to be used."""
-        self._settle(False)
-
-    def _settle(self, good: bool) -> None:
-        with self._condition:
-            if self._sealed is None:
-                self._sealed = good
-            self._still.clear()  # the state may be let go of
-            self._condition.notify_all()
-
-    def wait(self) -> bool:
-        """Wait for :meth:`seal` or :meth:`refuse`, and tell which it was."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._sealed is not None)
-            return bool(self._sealed)
-
     # using it
 
     def chunks(self) -> Iterator[memoryview]:
@@ -325,6 +376,7 @@ class Image:
         Raises:
             RuntimeError: the image was released.
         """
+        self._finish_streams()
         for start in range(0, self.size, CHUNK_BYTES):
             with self._condition:
                 if self._chunks is None:
@@ -334,11 +386,12 @@ class Image:
 
     def release(self, *, in_use: bool = False) -> None:
         """Let the memory be used again, or, if a writer that hangs may still read it, let go of it."""
-        self.refuse()
         with self._condition:
             chunks, self._chunks = self._chunks, None
             self._pieces.clear()
+            self._still.clear()
             self._condition.wait_for(lambda: not self._copying)
+        self._finish_streams()
         if chunks is not None:
             if in_use:
                 self._staging.forget(len(chunks))
@@ -352,14 +405,37 @@ class _Sink:
     def __init__(self, image: Image, still: Mapping[int, Still]) -> None:
         self._image = image
         self._still = still
+        self._small = bytearray()  # many writes are of a few bytes
+        self.storages: dict[int, torch.UntypedStorage] = {}  # that are to come, in order
 
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self._image.write(view, self._still)
-        return view.nbytes
+    def write(self, data: memoryview) -> int:
+        size = data.nbytes
+        if size < DEFER_BYTES:
+            self._small += data
+        else:
+            self.flush()
+            self._image.write(data, self._still)
+        return size
+
+    def expect(self, tensor: torch.Tensor) -> None:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+            raise RuntimeError(f"{type(tensor).__name__} with layout {tensor.layout} isn't plain")
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            self.storages.setdefault(_torch.identity_of(storage), storage)
+
+    def seek(self, size: int, whence: int) -> None:
+        if size:
+            self.flush()
+            storage = self.storages.pop(next(iter(self.storages)))
+            if whence != os.SEEK_CUR or storage.nbytes() != size:
+                raise RuntimeError(f"a storage of {size} bytes is written where one of {storage.nbytes()} should be")
+            self._image.write_storage(storage, self._still)
 
     def flush(self) -> None:
-        pass
+        if self._small:
+            self._image.write(memoryview(self._small), {})
+            self._small = bytearray()
 
 
 def take_snapshot(
@@ -389,11 +465,53 @@ def take_snapshot(
     image = Image(staging or Staging())
     try:
         with _torch.without_crc32():
-            torch.save(checkpoint, _Sink(image, still or {}))  # type: ignore[arg-type]
+            if any(one.on_device for one in (still or {}).values()):
+                _save_from_device(checkpoint, image, still or {})
+            else:
+                _save(checkpoint, _Sink(image, still or {}))
     except BaseException:
         image.release()
         raise
     return image
+
+
+def _save(checkpoint: dict[str, Any], sink: _Sink) -> None:
+    torch.save(checkpoint, sink)  # type: ignore[arg-type]
+    sink.flush()
+
+
+def _save_from_device(checkpoint: dict[str, Any], image: Image, still: Mapping[int, Still]) -> None:
+    """As ``torch.save``, which would copy what lies on a device by itself; if this can't, it does."""
+    sink = _Sink(image, still)
+    try:
+        _torch.save_without_data(checkpoint, sink, sink.expect)
+        sink.flush()
+        if sink.storages:
+            raise RuntimeError(f"{len(sink.storages)} storages weren't written")
+    except Exception as error:
+        log.warning("all state is copied before training goes on: %s: %s", type(error).__name__, error)
+        image.clear()
+        _save(checkpoint, _Sink(image, {}))
+
+
+def _copy_storage(
+    chunk: _Bytes, offset: int, storage: torch.UntypedStorage, start: int, size: int, *, wait: bool = False
+) -> None:
+    """Copy bytes of a storage into a chunk; from a device without waiting for it, unless asked to."""
+    source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    torch.from_numpy(chunk[offset : offset + size]).copy_(source[start : start + size], non_blocking=not wait)
+
+
+def _bytes_of(still: Still) -> Iterator[_Bytes]:
+    size = still.storage.nbytes()
+    if not still.on_device:
+        yield _at(still.address, size)
+        return
+    chunk = np.empty(CHUNK_BYTES, np.uint8)
+    for start in range(0, size, CHUNK_BYTES):
+        take = min(CHUNK_BYTES, size - start)
+        _copy_storage(chunk, 0, still.storage, start, take, wait=True)
+        yield chunk[:take]
 
 
 def _at(address: int, size: int) -> _Bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import io
 import json
 import math
@@ -153,9 +154,14 @@ class CheckpointStore:
         url: A local path (``~`` and relative ones are made absolute) or any fsspec URL. It is a ``str`` because
             ``Path`` would turn ``gs://bucket`` into ``gs:/bucket``.
         storage_options: Passed to the filesystem. No value of it appears in an error, a warning or a file.
+        connections: Parts of a payload that go to (or come from) S3, GCS or Azure at once. ``None`` chooses from the
+            payload's size: 8, and fewer of a payload so large that its parts are.
+        part_bytes: Bytes of a part. ``None`` chooses from the size: 16 MiB, less for a payload below 128 MiB, more
+            where a store takes no more than so many parts. A save takes up to twice ``connections * part_bytes``.
 
     Raises:
-        ValueError: ``url`` is empty, has a query or a password in it, or its protocol isn't known.
+        ValueError: ``url`` is empty, has a query or a password in it, or its protocol isn't known; ``connections`` is
+            below 1, or ``part_bytes`` below 5 MiB, which is the least that S3 takes.
         ImportError: The package for the protocol isn't installed.
 
     >>> store = CheckpointStore("memory://example")
@@ -163,9 +169,21 @@ class CheckpointStore:
     []
     """
 
-    def __init__(self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        connections: int | None = None,
+        part_bytes: int | None = None,
+    ) -> None:
         self._given = _checked_url(url)
         self._options = dict(storage_options or {})
+        for name, value, least in (("connections", connections, 1), ("part_bytes", part_bytes, 5 << 20)):
+            if value is not None and not (isinstance(value, int) and value >= least):
+                raise ValueError(f"{name}={value!r}: an integer of at least {least:,} was expected, or None")
+        self._connections = connections
+        self._part_bytes = part_bytes
         self._used: set[str] = set()  # names given out by this process
         self._sequence = 0
         self._numbered: set[str] = set()  # records whose sequence is known
@@ -179,6 +197,8 @@ class CheckpointStore:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._backend_now = make_backend(self._given, self._options)
+        self._backend_now.connections = self._connections
+        self._backend_now.part_bytes = self._part_bytes
 
     @property
     def backend(self) -> Backend:
@@ -196,7 +216,8 @@ class CheckpointStore:
         return f"CheckpointStore({self.url!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CheckpointStore, (self._given, self._options)
+        again = functools.partial(CheckpointStore, connections=self._connections, part_bytes=self._part_bytes)
+        return again, (self._given, self._options)
 
     # Reading
 
@@ -442,6 +463,7 @@ class CheckpointStore:
         draft: Mapping[str, Any],
         *,
         guard: Callable[[], None] = lambda: None,
+        timeout: float | None = None,
     ) -> CheckpointRecord:
         """Write a checkpoint: payload, then record. On return it is confirmed.
 
@@ -452,6 +474,8 @@ class CheckpointStore:
             image: Its bytes.
             draft: The record's fields, without path, sequence, size and checksum.
             guard: Called when the payload is safe, before the record; raises if this save was given up.
+            timeout: Seconds after which the requests to an object store are ended; ``None`` sets a limit to each of
+                them only.
 
         Raises:
             RecordError: ``draft`` isn't valid.
@@ -487,15 +511,16 @@ class CheckpointStore:
                     f"{MAX_RECORD_BYTES:,} are read: log fewer metrics ({len(record.metrics):,}) or under shorter names"
                 )
             began = time.monotonic()
-            with contextlib.closing(sent()) as chunks:
-                backend.write_payload(pending.name, chunks, image.size, confirm, pending.token)
-            seconds = time.monotonic() - began
-            guard()
-            self._check_ours(pending)
-            record = dataclasses.replace(
-                record, checksum=str(checksum), sequence=self._next_sequence(), write_seconds=seconds
-            )
-            backend.write(pending.name + RECORD_SUFFIX, record.to_json(), owner=_owner(pending))
+            with backend.time_limit(timeout):
+                with contextlib.closing(sent()) as chunks:
+                    backend.write_payload(pending.name, chunks, image.size, confirm, pending.token)
+                seconds = time.monotonic() - began
+                guard()
+                self._check_ours(pending)
+                record = dataclasses.replace(
+                    record, checksum=str(checksum), sequence=self._next_sequence(), write_seconds=seconds
+                )
+                backend.write(pending.name + RECORD_SUFFIX, record.to_json(), owner=_owner(pending))
         except BaseException as error:
             if not self._undo(pending) and isinstance(error, OSError):
                 raise self._swept(pending) from error
@@ -534,12 +559,11 @@ class CheckpointStore:
         backend = self.backend
         entries = backend.entries()
 
-        def remove(name: str | None) -> None:
-            if name is not None:
-                there = name in entries or backend.size(name) is not None
-                backend.delete(name)
-                if there:
-                    swept.append(name)
+        def remove(name: str) -> None:
+            there = name in entries or backend.size(name) is not None
+            backend.delete(name)
+            if there:
+                swept.append(name)
 
         def sweep_marked(name: str) -> None:
             marker = self._read_marker(name)
@@ -547,7 +571,7 @@ class CheckpointStore:
                 return
             self._used.add(name)  # the attempt that left it may still be alive
             if backend.size(name + RECORD_SUFFIX) is None:
-                remove(backend.temporary(name, marker.token))
+                swept.extend(backend.drop_unfinished(name, marker.token))
                 remove(name)
                 late = self._read_record(name)  # the older attempt may have written it in the meantime
                 if late is not None and late.run_id == run_id and late.attempt < before_attempt:
@@ -866,9 +890,7 @@ class CheckpointStore:
             except DamagedCheckpointError:
                 pass  # our own marker, spoiled: it goes too
             backend.delete(name + RECORD_SUFFIX)  # if this can't go, the payload must stay with it
-            temporary = backend.temporary(name, pending.token)
-            if temporary is not None:
-                backend.delete(temporary)
+            backend.drop_unfinished(name, pending.token)
             backend.delete(name)
             backend.delete(name + PENDING_SUFFIX)
         except Exception:

@@ -1,11 +1,16 @@
-"""What all tests have in common."""
+"""What all tests have in common: how checkpoints are taken, and the servers of object stores."""
 
 from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from lightning_ckpt_policy import snapshot
 from tests.models import drain_each_save
+from tests.servers import Missing, Server, serving
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +24,22 @@ def small_tensors_are_deferred(request: pytest.FixtureRequest, monkeypatch: pyte
 def drained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each save is confirmed before training goes on, so that no trigger waits for one on its way."""
     drain_each_save(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def server_of() -> Iterator[Callable[[str], Server]]:
+    """The running server of a name. One that isn't installed fails the test in CI and skips it elsewhere."""
+    running: dict[str, Server] = {}
+    with contextlib.ExitStack() as stack:
+
+        def get(name: str) -> Server:
+            if name not in running:
+                try:
+                    running[name] = stack.enter_context(serving(name))
+                except Missing as error:
+                    if os.environ.get("CI"):
+                        raise
+                    pytest.skip(str(error))
+            return running[name]
+
+        yield get

@@ -41,7 +41,7 @@ class Folder:
     """The files of a store's folder, behind the store's back."""
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
-        self.fs, self.root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
+        self.fs, self.root = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
 
     def files(self) -> dict[str, bytes]:
         """Every file, with its bytes, by its name relative to the folder."""

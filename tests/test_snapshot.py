@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ckpt_policy import _torch
+from lightning_ckpt_policy import _torch, snapshot
 from lightning_ckpt_policy.snapshot import CHUNK_BYTES, DEFER_BYTES, Image, Staging, still_storages, take_snapshot
 
 MANY = DEFER_BYTES  # numbers, of four bytes each
+
+
+class Tagged(torch.Tensor):
+    pass
 
 
 class Custom:
@@ -223,6 +226,14 @@ def unseen(tensor: torch.Tensor) -> None:
     tensor.data.add_(1)
 
 
+def half_of_a_buffer() -> torch.Tensor:
+    return torch.zeros(2, MANY)[0]
+
+
+def every_other() -> torch.Tensor:
+    return torch.zeros(2 * MANY)[::2]
+
+
 def through_numpy(tensor: torch.Tensor) -> None:
     tensor.numpy()[:] += 1
 
@@ -274,9 +285,6 @@ def shared() -> torch.Tensor:
 
 
 def subclass() -> torch.Tensor:
-    class Tagged(torch.Tensor):
-        pass
-
     return torch.zeros(MANY).as_subclass(Tagged)
 
 
@@ -296,12 +304,124 @@ def inference() -> torch.Tensor:
         lambda: torch.quantize_per_tensor(torch.zeros(4 * MANY), 0.1, 0, torch.qint8),
         lambda: torch.zeros(MANY, device="meta"),
         lambda: torch.zeros(0),
+        half_of_a_buffer,
+        every_other,
         lambda: torch.tensor(1.0),
         lambda: torch.zeros(DEFER_BYTES // 4 - 1),
     ],
 )
 def test_what_may_change_or_is_small_is_copied_at_once(make: Callable[[], torch.Tensor]) -> None:
     assert still_storages([("tensor", make())]) == {}
+
+
+def test_tensors_that_share_a_storage_out_among_them_may_be_copied_later() -> None:
+    flat = torch.zeros(3, MANY)
+    parts = [("a", flat[0]), ("b", flat[1:].t()), ("c", flat[0, :3])]
+    assert [one.name for one in still_storages(parts).values()] == ["a"]
+    assert still_storages(parts[::2]) == {}
+
+
+def test_versions_are_those_of_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a hook changes while a checkpoint is put together is in it."""
+    weight = torch.zeros(MANY)
+    still = still_storages([("weight", weight)])
+    weight.add_(1)
+    image = take_snapshot({"weight": weight}, None, still)
+    image.complete()
+    assert image.changed is None
+    assert content(image) == direct({"weight": weight})
+
+
+def test_without_a_thread_it_is_copied_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", start)
+    state = large()
+    image = defer(state)
+    image.start()
+    image.complete()
+    assert content(image) == direct(state)
+
+
+def test_what_could_not_be_copied_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = defer(large())
+    monkeypatch.setattr(snapshot, "_copy", lambda *_: 1 / 0)
+    image.complete()
+    assert image.changed == "several chunks"
+
+
+# from a device
+
+
+def plain() -> dict[str, Any]:
+    weight = torch.nn.Parameter(torch.randn(MANY))
+    return {
+        **large(),
+        "tied": [weight, weight],
+        "view": weight[3:7],
+        "empty": torch.empty(0),
+        "no dimension": torch.tensor(3),
+        "others": [1, {2}, np.arange(3), Custom()],
+        "chunks": torch.randn(3 * CHUNK_BYTES // 4),
+    }
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_storages_are_handed_over_by_themselves(deferred: bool) -> None:
+    """As it is done with a device's, here with the host's."""
+    state = plain()
+    image = Image(Staging())
+    tensors = [(name, tensor) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)]
+    with _torch.without_crc32():
+        snapshot._save_from_device(state, image, still_storages(tensors) if deferred else {})
+    assert bool(image.deferred) == deferred
+    image.complete()
+    assert content(image) == direct(state)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.qint8),
+        lambda: torch.zeros(3).untyped_storage(),
+        lambda: torch.zeros(3).as_subclass(type("Tagged", (torch.Tensor,), {})),
+    ],
+)
+def test_what_cannot_be_handed_over_is_saved_as_usual(odd: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> None:
+    state = {**plain(), "odd": odd()}
+    if isinstance(state["odd"], torch.Tensor) and type(state["odd"]) is not torch.Tensor:
+        state["odd"] = torch.zeros(3).as_subclass(Tagged)
+    image = Image(Staging())
+    with _torch.without_crc32():
+        snapshot._save_from_device(state, image, still_storages([("weight", state["half"])]))
+    assert image.copied
+    assert image.deferred == 0
+    assert content(image) == direct(state)
+    assert "all state is copied before training goes on" in caplog.text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_device_is_copied_while_it_goes_on() -> None:
+    state = {name: torch.nn.Parameter(value.detach().cuda()) for name, value in large().items()}
+    expected = torch.load(io.BytesIO(direct(state)))
+    staging = Staging(pinned=True)
+    for _ in range(3):
+        image = take_snapshot(state, staging, still_storages(state.items()))
+        assert image.deferred
+        fingerprints = image.fingerprints()
+        image.start()
+        image.complete()
+        kept = {name: tensor.detach().clone() for name, tensor in state.items()}
+        for tensor in state.values():
+            tensor.data.zero_()  # queued behind the copy
+        assert image.differs(fingerprints) is None
+        loaded = load(image)
+        assert all(torch.equal(loaded[name], expected[name]) for name in state)
+        image.release()
+        for name, tensor in state.items():
+            tensor.data.copy_(kept[name])
 
 
 # the memory
@@ -374,18 +494,6 @@ def test_a_forked_child_has_memory_of_its_own() -> None:
         state = {"a": torch.ones(3)}  # few: torch's own threads don't survive a fork
         os._exit(0 if content(take_snapshot(state, staging)) == direct(state) else 1)
     assert os.waitpid(child, 0)[1] == 0
-
-
-def test_an_image_is_written_once_it_is_sealed() -> None:
-    image, refused, late = (take_snapshot({"a": 1}) for _ in range(3))
-    waiting = threading.Thread(target=image.wait)
-    waiting.start()
-    assert waiting.is_alive()
-    image.seal()
-    waiting.join(30)
-    refused.refuse()
-    late.release()
-    assert (image.wait(), refused.wait(), late.wait()) == (True, False, False)
 
 
 @pytest.mark.parametrize("before", [True, False])

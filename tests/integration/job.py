@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -23,7 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import lightning_ckpt_policy
 from lightning_ckpt_policy import CheckpointPolicy, snapshot
 from lightning_ckpt_policy.backends import LocalBackend
-from tests.models import Rows, fit, loader
+from tests.models import Rows, drain_each_save, fit, loader
 
 RULES = {name: getattr(lightning_ckpt_policy, name) for name in lightning_ckpt_policy.__all__}
 
@@ -91,9 +92,12 @@ def main() -> None:
     parser.add_argument("--write-seconds", type=float, default=0.0, help="slows each payload's write down")
     parser.add_argument("--fail-writes", action="store_true", help="lets each payload's write fail")
     parser.add_argument("--group-timeout", type=float, default=1800.0, help="of the process group, seconds")
+    parser.add_argument("--drain", action="store_true", help="confirms each save before training goes on")
     parser.add_argument("--meddle-at", type=int, default=-1, help="changes weights before the batch after this step")
     args = parser.parse_args()
     snapshot.DEFER_BYTES = 1  # let this small state be copied in the background too
+    if args.drain:
+        drain_each_save(pytest.MonkeyPatch())
     disturb_writes(args.write_seconds, args.fail_writes)
 
     policy = CheckpointPolicy(

@@ -1,0 +1,347 @@
+"""Object stores whose requests fail in every way, by a proxy before a real server."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import re
+import socket
+import time
+import tracemalloc
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from lightning_ckpt_policy import retry
+from lightning_ckpt_policy.errors import BucketNotFoundError
+from lightning_ckpt_policy.record import CheckpointRecord
+from lightning_ckpt_policy.remote import RemoteBackend
+from lightning_ckpt_policy.store import CheckpointStore
+from tests.fault_proxy import Fault, FaultProxy
+from tests.servers import Server
+from tests.store_conformance import Bytes, Folder, files_of, save
+
+PART = 5 << 20
+SIZE = 2 * PART + 1000
+FOREVER = float("inf")
+
+
+@dataclass(frozen=True)
+class Operations:
+    """How the requests of one store look, as (method, pattern)."""
+
+    server: str
+    part: tuple[str, str]
+    complete: tuple[str, str]
+    record: tuple[str, str]
+    listing: tuple[str, str]
+    denied: bytes
+    permission: str
+
+
+OPERATIONS = {
+    operations.server: operations
+    for operations in (
+        Operations(
+            "moto",
+            part=("PUT", "partNumber="),
+            complete=("POST", "uploadId="),
+            record=("PUT", r"\.ckpt\.json"),
+            listing=("GET", "list-type=2"),
+            denied=b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>",
+            permission="s3:PutObject",
+        ),
+        Operations(
+            "fake-gcs",
+            part=("POST", "uploadType=media"),
+            complete=("POST", "/compose$"),
+            record=("POST", "uploadType=multipart$"),
+            listing=("GET", r"/o\?delimiter"),
+            denied=b'{"error": {"code": 403, "message": "no access"}}',
+            permission="storage.objects.create",
+        ),
+        Operations(
+            "azurite",
+            part=("PUT", "comp=block&"),
+            complete=("PUT", "comp=blocklist"),
+            record=("PUT", r"\.ckpt\.json"),
+            listing=("GET", "comp=list"),
+            denied=b"<Error><Code>AuthorizationFailure</Code><Message>no</Message></Error>",
+            permission="Storage Blob Data Contributor",
+        ),
+    )
+}
+
+
+class Bench:
+    """A folder on a real server, behind a proxy."""
+
+    def __init__(self, server: Server, proxy: FaultProxy, operations: Operations) -> None:
+        self.server, self.proxy, self.operations = server, proxy, operations
+        self.url = f"{server.bucket}/{uuid.uuid4().hex}/run"
+        self.options = server.options(proxy.port)
+        self.store = self.open(self.url)
+        self.folder = Folder(self.url, server.options())
+        self.store.check()
+        self.data = os.urandom(SIZE)
+
+    def open(self, url: str, connections: int | None = None) -> CheckpointStore:
+        return CheckpointStore(url, self.options, part_bytes=PART, connections=connections)
+
+    def fault(self, kind: Any, operation: str, **more: Any) -> Fault:
+        method, target = getattr(self.operations, operation)
+        fault = Fault(kind, method, target, **more)
+        self.proxy.faults.append(fault)
+        return fault
+
+    def save(self, step: int = 1, timeout: float | None = None) -> CheckpointRecord:
+        pending = self.store.begin(step, "run", 1)
+        draft = {"step": step, "epoch": 0, "created_at": time.time()}
+        return self.store.commit(pending, Bytes(self.data, 1 << 20), draft, timeout=timeout)
+
+    def met(self) -> int:
+        return sum(request.fault is not None for request in self.proxy.log)
+
+    def check(self, *records: CheckpointRecord) -> None:
+        """Just these are there, whole, and nothing else."""
+        self.proxy.faults.clear()
+        found = CheckpointStore(self.url, self.server.options())
+        assert found.records() == list(records)
+        for record in records:
+            assert found.open_verified(record).read() == self.data
+        assert self.folder.names() == files_of(*records)
+        assert self.unfinished() == []
+
+    def unfinished(self) -> list[str]:
+        """Uploads that S3 still holds parts of."""
+        if self.server.protocol != "s3":
+            return []
+        bucket, prefix = self.folder.root.split("/", 1)
+        listed = self.folder.fs.call_s3("list_multipart_uploads", Bucket=bucket)
+        return [upload["Key"] for upload in listed.get("Uploads", []) if upload["Key"].startswith(prefix)]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "_wait", lambda _: 0.01)
+    monkeypatch.setattr("azure.storage.blob._shared.policies_async.ExponentialRetry.get_backoff_time", lambda *_: 0.01)
+
+
+@pytest.fixture(params=OPERATIONS)
+def bench(request: pytest.FixtureRequest, server_of: Callable[[str], Server]) -> Iterator[Bench]:
+    server = server_of(request.param)
+    with FaultProxy(server.port) as proxy:
+        yield Bench(server, proxy, OPERATIONS[request.param])
+
+
+@pytest.mark.parametrize("operation", ["part", "complete", "record"])
+@pytest.mark.parametrize("kind", ["lost", "reset", "status 500", "status 503", "status 429", "status 408"])
+def test_a_request_that_fails_once_does_no_harm(bench: Bench, kind: str, operation: str) -> None:
+    name, _, code = kind.partition(" ")
+    bench.fault(name, operation, code=int(code or 0))
+    record = bench.save()
+    assert bench.met() == 1
+    bench.check(record)
+
+
+@pytest.mark.parametrize("operation", ["part", "record"])
+def test_a_bit_that_flips_on_its_way_is_found_before_the_checkpoint_is_confirmed(bench: Bench, operation: str) -> None:
+    fault = bench.fault("flip", operation, times=FOREVER)
+    with pytest.raises(OSError, match=r"damaged on its way|[Mm][Dd]5|[Cc]hecksum") as caught:
+        bench.save()
+    assert fault.met
+    assert "step-0000000001.ckpt" in str(caught.value)
+    bench.check()
+    again = bench.save(2)
+    bench.check(again)
+
+
+def test_a_bit_that_flips_once_costs_one_part(bench: Bench) -> None:
+    bench.fault("flip", "part")
+    record = bench.save()
+    method, target = bench.operations.part
+    sent = [r for r in bench.proxy.log if r.method == method and re.search(target, r.target) and r.length > 900]
+    assert len(sent) == 4
+    bench.check(record)
+
+
+def test_a_flipped_bit_in_a_marker_is_found(bench: Bench) -> None:
+    bench.proxy.faults.append(Fault("flip", "PUT|POST", r"\.pending|ifGenerationMatch"))
+    with pytest.raises(OSError, match=r"damaged|checksum"):
+        bench.store.begin(1, "run", 1)
+    assert bench.folder.names() == set()
+
+
+@pytest.mark.parametrize("operation", ["part", "complete"])
+@pytest.mark.parametrize("kind", ["reset", "status"])
+def test_a_failure_for_ever_leaves_nothing(bench: Bench, kind: str, operation: str) -> None:
+    bench.fault(kind, operation, times=FOREVER, code=400, body=b"<Error><Code>Odd</Code></Error>")
+    with pytest.raises(OSError, match=r"step-0000000001\.ckpt"):
+        bench.save(timeout=4)
+    bench.check()
+
+
+@pytest.mark.parametrize("code", [401, 403])
+def test_case_30_a_missing_permission_is_told_at_once(bench: Bench, code: int) -> None:
+    bench.fault("status", "part", times=FOREVER, code=code, body=bench.operations.denied)
+    with pytest.raises(PermissionError) as caught:
+        bench.save()
+    text = str(caught.value)
+    bucket = bench.folder.root.split("/")[0]
+    for word in ("not allowed to write", bucket, bench.operations.permission, "step-0000000001.ckpt"):
+        assert word in text
+    assert not retry.is_transient(caught.value)
+    assert bench.met() <= 3  # one for each part that was on its way
+    bench.check()
+
+
+def test_case_30_a_missing_permission_is_found_at_setup(bench: Bench) -> None:
+    bench.proxy.faults.append(Fault("status", "PUT|POST", times=FOREVER, code=403, body=bench.operations.denied))
+    with pytest.raises(PermissionError, match="can't be written to") as caught:
+        bench.store.check()
+    assert bench.operations.permission in str(caught.value)
+    assert bench.met() == 1
+
+
+def test_a_listing_that_is_not_allowed_is_told(bench: Bench) -> None:
+    bench.fault("status", "listing", times=FOREVER, code=403, body=bench.operations.denied)
+    with pytest.raises(PermissionError, match="not allowed to list"):
+        bench.store.records()
+
+
+def test_a_bucket_that_does_not_exist_is_told_at_once(bench: Bench) -> None:
+    store = bench.open(f"{bench.server.protocol}://no-such-bucket-of-ours/run")
+    with pytest.raises(BucketNotFoundError, match=r"no-such-bucket-of-ours.*make it, or correct the URL") as caught:
+        store.check()
+    assert not retry.is_transient(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["black_hole", "stop_reading"])
+@pytest.mark.parametrize("operation", ["part", "record"])
+def test_a_server_that_stops_answering_is_given_up(bench: Bench, kind: str, operation: str) -> None:
+    bench.fault(kind, operation, times=FOREVER, after=100 if operation == "part" else 0)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"within|time limit"):
+        bench.save(timeout=2)
+    assert time.monotonic() - began < 20
+    assert bench.met()
+    bench.proxy.release()
+    assert bench.proxy.until(lambda proxy: proxy.held == 0)  # the requests really ended
+    bench.check()
+
+
+def test_uploads_of_a_killed_attempt_are_swept_and_no_one_elses(bench: Bench) -> None:
+    backend = bench.store.backend
+    assert isinstance(backend, RemoteBackend)
+    pending = bench.store.begin(1, "run", 1)
+    foreign = bench.store.begin(1, "other", 1)
+    for one in (pending, foreign):
+        path = backend.path(one.name)
+        upload = backend._run("write", path, lambda path=path, tag=one.token: backend._begin(path, tag))
+        backend._run("write", path, lambda upload=upload: backend._send(upload, 0, bytes(PART)))
+    before = bench.folder.names(), bench.unfinished()
+    bench.open(bench.url).sweep("run", 2)
+    after = bench.folder.names(), bench.unfinished()
+    for names, left in zip(before, after, strict=True):
+        assert set(left) == {name for name in names if foreign.name in name}
+    if bench.server.protocol != "az":  # Azure keeps what was never committed to itself
+        assert before != ({pending.name + ".pending", foreign.name + ".pending"}, [])
+
+
+def test_a_read_that_is_cut_is_done_again(bench: Bench) -> None:
+    record = bench.save()
+    bench.proxy.faults.append(Fault("reset_reading", "GET", r"\.ckpt(\?|$)", after=1000))
+    bench.store.verify(record)
+    assert bench.met() == 1
+    bench.check(record)
+
+
+def test_a_read_that_hangs_ends(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = bench.save()
+    monkeypatch.setattr("lightning_ckpt_policy.remote.REQUEST_SECONDS", 2.0)
+    monkeypatch.setattr("lightning_ckpt_policy.remote.FLOOR_BYTES_PER_SECOND", 1e9)
+    bench.proxy.faults.append(Fault("black_hole", "GET", r"\.ckpt(\?|$)", times=FOREVER))
+    with pytest.raises(TimeoutError, match=r"read it within 2 s"):
+        bench.store.verify(record)
+    assert bench.proxy.until(lambda proxy: proxy.held == 0)
+
+
+def test_secrets_stay_out_of_errors(bench: Bench) -> None:
+    secrets = [value for key, value in _flat(bench.options) if key in ("secret", "connection_string")]
+    bench.fault("status", "part", times=FOREVER, code=403, body=f"<Error>{secrets}</Error>".encode())
+    with pytest.raises(OSError) as caught:
+        bench.save()
+    shown = f"{caught.value} {caught.value!r} {caught.value.__cause__!r}"
+    assert not [secret for secret in secrets if secret in shown]
+
+
+def _flat(options: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in options.items():
+        if isinstance(value, dict):
+            yield from _flat(value)
+        else:
+            yield key, value
+
+
+def test_saves_in_a_row_under_faults_keep_all(bench: Bench) -> None:
+    """Each save meets another failing request."""
+    kinds = ("lost", "reset", "status")
+    kept = []
+    for step, kind in enumerate(kinds, start=1):
+        bench.proxy.faults[:] = [Fault(kind, "PUT|POST|DELETE", skip=step)]
+        kept.append(save(bench.store, step, bench.data))
+    bench.check(*kept)
+
+
+@pytest.mark.parametrize("connections", [1, 3])
+def test_parts_go_at_once_in_bounded_memory(bench: Bench, connections: int) -> None:
+    store = pickle.loads(pickle.dumps(bench.open(bench.url, connections)))
+    bench.data = bytes(12 * PART)
+    bench.proxy.counted_from = 1000
+    bench.fault("delay", "part", times=FOREVER, least=PART, seconds=0.1)
+    pending = store.begin(1, "run", 1)
+    draft = {"step": 1, "epoch": 0, "created_at": time.time()}
+    tracemalloc.start()
+    try:
+        record = store.commit(pending, Bytes(bench.data, 1 << 20), draft)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert bench.proxy.most_busy == connections
+    # the proxy, in the same process, holds a few pieces of each
+    assert peak < 2 * connections * PART + (4 << 20)
+    bench.check(record)
+
+
+def test_a_folder_of_many_records_is_read_in_few_requests_time(bench: Bench) -> None:
+    """Records are read at once, not one after the other."""
+    record = bench.save()
+    for step in range(2, 302):
+        name = f"step-{step:010d}.ckpt"
+        text = dataclasses.replace(record, path=name, step=step, sequence=step, size=0).to_json()
+        bench.folder.put(name + ".json", text)
+    bench.proxy.latency = 0.05
+    bench.proxy.most_busy = 0
+    bench.proxy.log.clear()
+    assert len(bench.open(bench.url).records()) == 301
+    assert bench.proxy.most_busy >= 32
+    assert len(bench.proxy.log) < 301 + 30  # some are asked again
+
+
+def test_a_server_that_is_not_there_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ckpt_policy.remote.REQUEST_SECONDS", 4.0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    store = CheckpointStore(bench.url, bench.server.options(port))
+    with pytest.raises(OSError, match=r"the store didn't write it|[Cc]onnect"):
+        store.check()
+
+
+@pytest.mark.parametrize(("key", "value"), [("connections", 0), ("part_bytes", 1 << 20), ("connections", "8")])
+def test_bad_transfer_settings(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{key}={value!r}"):
+        CheckpointStore("memory://a", **{key: value})
