@@ -78,7 +78,8 @@ class CheckpointPolicy(Checkpoint):
 
     State is captured where a resume is exact: after a batch that ends an optimizer step and isn't followed by a
     validation, at the end of a validation, or at the end of an epoch without one. A trigger that is due elsewhere, or
-    while a save is on its way, stays due until the next such point.
+    while a save is on its way, stays due until the next such point. A signal that ends the fit is acted on inside a
+    validation too; a resume then runs that validation from its start.
 
     Args:
         dirpath: Folder of the checkpoints, a local path or any fsspec URL; by default ``checkpoints`` in the Trainer's
@@ -1218,7 +1219,7 @@ class CheckpointPolicy(Checkpoint):
                 continue
             self.history.append(event)
             self._last_error = event.error
-            slowdown = self._pace.slowdown(event.held_seconds)
+            slowdown = self._pace.slowdown(event.held_seconds + event.audit_seconds)
             if event.record is not None:
                 self._failures = 0
                 self._note_cost(event.record, slowdown)

@@ -370,14 +370,23 @@ _FAULTS = frozenset({"SIGSEGV", "SIGFPE", "SIGILL", "SIGBUS", "SIGABRT", "SIGSYS
 class OnSignal(Trigger):
     """Due when one of the signals has arrived since the last capture.
 
-    It is acted on at the end of the batch in which it arrives, of training or of validation; while a save is in flight
+    It is acted on at the end of the batch in which it arrives, or of its accumulation window; while a save is in flight
     it stays due. Several that arrive before one capture make one save. Signals of an earlier attempt don't count after
-    a resume. With ``stop`` the fit ends once the save is confirmed: for a scheduler that warns before it takes the
-    machine away.
+    a resume. On several ranks it is enough that one of them gets it.
+
+    With ``stop`` the fit ends once the save is confirmed, for ``save_timeout`` at most: for a scheduler that warns before
+    it takes the machine away. It ends as Lightning ends one after SIGTERM, with a ``SIGTERMException``, which is a clean
+    exit of the program. Inside a validation it is then acted on at the end of the validation's batch, and a resume runs
+    the whole validation; without ``stop`` at the validation's end, since only that has metrics. Lightning ends every fit
+    after SIGTERM, also without ``stop``, but not before the state is saved.
+
+    The handler only counts, calls the one that was there before (except Python's own for Ctrl-C), and is gone after the
+    fit. A signal should go to the training process, not to its process group: loader workers that get it end. Their end
+    interrupts no batch and the state is still saved, but the fit may then end with torch's error about them.
 
     Args:
         signals: Names, or members of ``signal.Signals``; one alone needs no list. By default SIGTERM.
-        stop: Whether the fit ends after that save. Without it, training goes on.
+        stop: Whether the fit ends after that save. Without it, training goes on, except after SIGTERM.
 
     Raises:
         ValueError: There is none, this platform lacks one of them, or it can't be caught.
