@@ -199,6 +199,26 @@ def logged_step(trainer: Trainer) -> int:
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
+def before_validation(trainer: Trainer, function: Callable[[], None]) -> Callable[[], None]:
+    """Call ``function`` before each validation of a fit, before that makes its iterators.
+
+    Returns:
+        A function that ends this.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    original = loop.run
+
+    def run() -> Any:
+        function()
+        return original()
+
+    def release() -> None:
+        loop.__dict__.pop("run", None)
+
+    loop.run = run
+    return release
+
+
 def metrics_for_callbacks(trainer: Any, epoch_ends: bool) -> dict[str, torch.Tensor]:
     """``trainer.callback_metrics``, and at an epoch's end the training metrics of that epoch.
 

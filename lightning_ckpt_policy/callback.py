@@ -194,7 +194,8 @@ class CheckpointPolicy(Checkpoint):
         self._arrivals = SignalCounter()
         self._signals: Mapping[str, int] = {}
         self._exchanges_in_validation = False
-        self._rng_before_validation: tuple[int, dict[str, Any]] | None = None
+        self._rng_before_validation: dict[str, Any] = {}
+        self._release_validation: Callable[[], None] = _nothing
         self._validated_step = -1
         self._validations = 0
         self._last_step = 0
@@ -227,6 +228,7 @@ class CheckpointPolicy(Checkpoint):
             "_trainer": _nothing,
             "_release_loaders": _nothing,
             "_release_rng": _nothing,
+            "_release_validation": _nothing,
             "_hooks": [],
             "_arrivals": SignalCounter(),
             "_overlap": None,
@@ -581,12 +583,16 @@ class CheckpointPolicy(Checkpoint):
     def _listen(self, trainer: Trainer) -> None:
         self._listens = bool(self.trigger.signals)
         self._signals = {}
-        self._rng_before_validation = None
         self._validated_step = -1
+        if self._listens:
+            self._release_validation = _lightning.before_validation(trainer, self._note_rng)
         if self._listens and not self._arrivals.install(
             self.trigger.signals, functools.partial(_lightning.without_sigterm_notifier, trainer)
         ):
             self._warn_once(f"signals={self.trigger.signals} can't be heard: this fit isn't in the main thread")
+
+    def _note_rng(self) -> None:
+        self._rng_before_validation = collect_rng_state()
 
     def _watch_optimizers(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """In manual optimization, note which optimizers step in a batch."""
@@ -618,6 +624,7 @@ class CheckpointPolicy(Checkpoint):
         """Take back everything that was put into Lightning and torch for the length of a fit."""
         self._release_loaders()
         self._release_rng()
+        self._release_validation()
         while self._hooks:
             self._hooks.pop().remove()
         self._release_held()
@@ -654,8 +661,6 @@ class CheckpointPolicy(Checkpoint):
             self._report(trainer)
         if self._listens:
             self._signals = self._agreed_signals(trainer)
-            if _lightning.validation_is_due(trainer):
-                self._rng_before_validation = step, collect_rng_state()
         epoch_ends = _lightning.is_last_batch(trainer)
         now = self._progress(trainer, step, epoch_ends, clock)
         reasons = self._due(now)
@@ -1035,10 +1040,7 @@ class CheckpointPolicy(Checkpoint):
         attempts = [self._attempt, *(policy._attempt for policy in policies if policy is not self)]
         state["runs"] = [attempt.run_id for attempt in attempts if attempt is not None]
         # only a save of ours is known to run on every rank
-        own = collect_rng_state()
-        if point == VALIDATION_BATCH_END and self._rng_before_validation is not None:
-            step, before = self._rng_before_validation
-            own = before if step == now.step else own
+        own = self._rng_before_validation if point == VALIDATION_BATCH_END else collect_rng_state()
         state["rng"] = _gather(trainer, own) if self._capturing is not None else [own]
 
     # the end

@@ -374,11 +374,11 @@ class OnSignal(Trigger):
     it stays due. Several that arrive before one capture make one save. Signals of an earlier attempt don't count after
     a resume. On several ranks it is enough that one of them gets it.
 
-    With ``stop`` the fit ends once the save is confirmed, for ``save_timeout`` at most: for a scheduler that warns before
-    it takes the machine away. It ends as Lightning ends one after SIGTERM, with a ``SIGTERMException``, which is a clean
-    exit of the program. Inside a validation it is then acted on at the end of the validation's batch, and a resume runs
-    the whole validation; without ``stop`` at the validation's end, since only that has metrics. Lightning ends every fit
-    after SIGTERM, also without ``stop``, but not before the state is saved.
+    With ``stop`` the fit ends once the save is confirmed, for ``save_timeout`` at most: for a scheduler that warns
+    before it takes the machine away. It ends as Lightning ends one after SIGTERM, with a ``SIGTERMException``, which is
+    a clean exit of the program. Inside a validation it is then acted on at the end of the validation's batch, and a
+    resume runs the whole validation; without ``stop`` at the validation's end, since only that has metrics. Lightning
+    ends every fit after SIGTERM, also without ``stop``, but not before the state is saved.
 
     The handler only counts, calls the one that was there before (except Python's own for Ctrl-C), and is gone after the
     fit. A signal should go to the training process, not to its process group: loader workers that get it end. Their end
@@ -420,6 +420,8 @@ class OnSignal(Trigger):
         return True
 
     def due(self, now: Progress, since: Progress) -> tuple[str, ...]:
+        if not now.signals:
+            return ()
         arrived = any(
             now.signals.get(name, 0) > since.signals.get(name, 0) for name in cast("tuple[str]", self.signals)
         )
@@ -504,7 +506,8 @@ class AdaptiveInterval(Trigger):
         return True
 
     def due(self, now: Progress, since: Progress) -> tuple[str, ...]:
-        return (repr(self),) if now.time - since.time >= self.interval(now.measured) else ()
+        waited = now.time - since.time
+        return (repr(self),) if waited >= self._least and waited >= self.interval(now.measured) else ()
 
     @property
     def adaptive(self) -> tuple[AdaptiveInterval, ...]:
@@ -536,7 +539,7 @@ class AdaptiveInterval(Trigger):
 
     def _choose(self, measured: Measured | None) -> tuple[float, str, str]:
         """The interval, the formula and what bound it, if something did."""
-        least, most = _seconds(self.min), _seconds(self.max)
+        least, most = self._least, self._most
         if measured is None or measured.cost is None:
             return least, "", ""
         cost = measured.cost
@@ -552,6 +555,14 @@ class AdaptiveInterval(Trigger):
             if seconds < limit:
                 seconds, bound = limit, name
         return seconds, formula, bound
+
+    @functools.cached_property
+    def _least(self) -> float:
+        return _seconds(self.min)
+
+    @functools.cached_property
+    def _most(self) -> float:
+        return _seconds(self.max)
 
     def _mtbf(self, measured: Measured) -> float:
         return measured.mtbf if self.mtbf is None else _seconds(self.mtbf)
@@ -642,6 +653,10 @@ class PhaseSchedule(Trigger):
     def _triggers(self) -> tuple[Trigger, ...]:
         return tuple(cast(Trigger, trigger) for _, trigger in self.phases)
 
+    @functools.cached_property
+    def _following(self) -> tuple[Trigger, ...]:
+        return tuple(trigger for trigger in self._triggers if trigger.follows)
+
     @property
     def timed(self) -> bool:
         return self.by == "time" or any(trigger.timed for trigger in self._triggers)
@@ -663,8 +678,11 @@ class PhaseSchedule(Trigger):
         return bisect_right(self._untils, getattr(progress, _BY[self.by]))
 
     def due(self, now: Progress, since: Progress) -> tuple[str, ...]:
+        phase = self.phase(now)
+        if phase <= self.phase(since):
+            return self._triggers[phase].due(now, since)
         reasons = tuple(reason for trigger, end, begin in self._parts(now, since) for reason in trigger.due(end, begin))
-        if self.save_at_end and self.phase(now) > self.phase(since):
+        if self.save_at_end:
             reasons = (repr(self), *reasons)
         return tuple(dict.fromkeys(reasons))
 
@@ -676,10 +694,13 @@ class PhaseSchedule(Trigger):
         return True
 
     def follow(self, now: Progress, since: Progress) -> Progress:
-        for trigger in self._triggers:
+        for trigger in self._following:
             since = trigger.follow(now, since)
+        new = self.phase(now) - self.phase(since)
+        if new <= 0:
+            return since
         ends = since.ends.get(self, ())
-        new = self.phase(now) - self.phase(since) - len(ends)
+        new -= len(ends)
         if new <= 0:
             return since
         # a metric is of the weights at that point alone
