@@ -10,14 +10,28 @@ from lightning_ckpt_policy.errors import (
 from lightning_ckpt_policy.io import AsyncCheckpointIO
 from lightning_ckpt_policy.ledger import SaveOutcome
 from lightning_ckpt_policy.record import CheckpointRecord, RecordError
-from lightning_ckpt_policy.retention import KeepAll, KeepBest, KeepLast, KeepSteps, Retention
+from lightning_ckpt_policy.retention import (
+    KeepAll,
+    KeepBest,
+    KeepEveryInterval,
+    KeepEveryNSteps,
+    KeepLast,
+    KeepSteps,
+    KeepUnder,
+    KeepWithin,
+    Retention,
+)
 from lightning_ckpt_policy.store import CheckpointStore
 from lightning_ckpt_policy.triggers import (
+    AdaptiveInterval,
     AfterValidation,
     AtSteps,
     EveryInterval,
     EveryNEpochs,
     EveryNTrainSteps,
+    OnImprovement,
+    OnSignal,
+    PhaseSchedule,
     Progress,
     Trigger,
 )
@@ -25,6 +39,7 @@ from lightning_ckpt_policy.triggers import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveInterval",
     "AfterValidation",
     "AsyncCheckpointIO",
     "AtSteps",
@@ -39,8 +54,15 @@ __all__ = [
     "EveryNTrainSteps",
     "KeepAll",
     "KeepBest",
+    "KeepEveryInterval",
+    "KeepEveryNSteps",
     "KeepLast",
     "KeepSteps",
+    "KeepUnder",
+    "KeepWithin",
+    "OnImprovement",
+    "OnSignal",
+    "PhaseSchedule",
     "Progress",
     "RecordError",
     "Retention",

@@ -1,12 +1,13 @@
-"""What triggers and retention rules share: groups joined by ``|`` and ``&``, and checks of whole numbers."""
+"""What triggers and retention rules share: groups joined by ``|`` and ``&``, and checks of fields."""
 
 from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
+Mode = Literal["min", "max"]
 T = TypeVar("T")
 G = TypeVar("G", bound="Group[Any]")
 
@@ -110,3 +111,21 @@ def whole_numbers(field: str, values: Iterable[object], example: str) -> tuple[i
     if not items:
         raise ValueError(f"{field}={shown(values)}: a list with at least one step was expected; write {example}")
     return tuple(sorted({whole_number(field, item, f"every step is 1 or more; write {example}") for item in items}))
+
+
+def check_metric(monitor: object, mode: object, example: str) -> None:
+    """Check the name of a metric and which way is better.
+
+    Raises:
+        ValueError: ``monitor`` isn't a name, or ``mode`` is neither ``"min"`` nor ``"max"``.
+
+    >>> check_metric("loss", "low", "KeepBest(1, monitor='val_loss')")
+    Traceback (most recent call last):
+    ValueError: mode='low': 'min' or 'max' was expected; use 'min' where lower is better, else 'max'
+    """
+    if not isinstance(monitor, str) or not monitor:
+        raise ValueError(f"monitor={shown(monitor)}: the name of a logged metric was expected; write {example}")
+    if mode not in ("min", "max"):
+        raise ValueError(
+            f"mode={shown(mode)}: 'min' or 'max' was expected; use 'min' where lower is better, else 'max'"
+        )

@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 
 
 def intercept_ckpt_path(select: Callable[..., tuple[bool, Any]]) -> None:
@@ -141,6 +142,80 @@ def after_train_start(trainer: Trainer, function: Callable[[], None]) -> Callabl
         strategy.__dict__.pop("on_train_start", None)
 
     strategy.on_train_start = on_train_start
+    return release
+
+
+def without_sigterm_notifier(trainer: Any, handler: Any) -> list[Any]:
+    """The handlers that make up a signal's handler, without Lightning's that ends the fit at the next batch.
+
+    With several ranks that one also broadcasts, in the middle of whatever they are doing.
+    """
+    handlers = handler.signal_handlers if isinstance(handler, _HandlersCompose) else [handler]
+    return [one for one in handlers if one != trainer._signal_connector._sigterm_notifier_fn]
+
+
+def stop_as_after_sigterm(trainer: Any) -> None:
+    """Let the fit end with a ``SIGTERMException`` once the current batch is over."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def validation_ends(trainer: Any) -> bool:
+    """Whether the current batch of the validation is its last."""
+    return bool(trainer.fit_loop.epoch_loop.val_loop.batch_progress.is_last_batch)
+
+
+def is_between_batches(trainer: Any) -> bool:
+    """Whether an epoch has been begun, isn't over, and no batch of it is on its way."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    return 0 < current.ready == current.completed and not is_last_batch(trainer)
+
+
+def unstep_logger(checkpoint: dict[str, Any]) -> None:
+    """Take the step back that loggers see, in a checkpoint dumped after the batch whose validation is done.
+
+    A resume finds that validation done and counts the step once more.
+    """
+    checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+
+
+def restart_validation(checkpoint: dict[str, Any]) -> None:
+    """Let a resume from a checkpoint that was dumped inside a validation run all of that validation."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
+    before = progress["total"]["completed"] - progress["current"]["completed"]
+    for counts, done in ((progress["total"], before), (progress["current"], 0)):
+        # Lightning takes a batch that was begun and not finished for the sign of it
+        counts.update(ready=done + 1, started=done + 1, processed=done, completed=done)
+    progress["is_last_batch"] = False
+
+
+def forget_interrupted_batch(trainer: Any) -> None:
+    """Take back the batch that :func:`restart_validation` counts as begun, once a resume has seen it."""
+    total = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
+    total.ready = total.started = total.completed
+
+
+def logged_step(trainer: Trainer) -> int:
+    """The step that Lightning gives its loggers at this moment."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def before_validation(trainer: Trainer, function: Callable[[], None]) -> Callable[[], None]:
+    """Call ``function`` before each validation of a fit, before that makes its iterators.
+
+    Returns:
+        A function that ends this.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    original = loop.run
+
+    def run() -> Any:
+        function()
+        return original()
+
+    def release() -> None:
+        loop.__dict__.pop("run", None)
+
+    loop.run = run
     return release
 
 

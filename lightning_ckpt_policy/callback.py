@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import threading
 import time
 import uuid
@@ -40,14 +41,16 @@ from lightning_ckpt_policy.errors import (
     SnapshotChangedError,
     SupersededError,
 )
+from lightning_ckpt_policy.interval import Measured, Pace, SaveCost, costs_of, failures_of, typical_cost
 from lightning_ckpt_policy.io import DEFAULT_SAVE_TIMEOUT, GRACE, AsyncCheckpointIO, SaveRequest
 from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, Ledger, SaveOutcome
 from lightning_ckpt_policy.record import CheckpointRecord, is_safe_name
 from lightning_ckpt_policy.retention import KeepAll, KeepLast, Retention, as_retention, best
 from lightning_ckpt_policy.rng import collect_rng_state, restore_rng_state
+from lightning_ckpt_policy.signals import SignalCounter
 from lightning_ckpt_policy.snapshot import CHUNK_BYTES, Image, Staging, still_storages
 from lightning_ckpt_policy.store import Attempt, CheckpointStore
-from lightning_ckpt_policy.triggers import EveryNEpochs, Progress, Trigger, as_trigger
+from lightning_ckpt_policy.triggers import AdaptiveInterval, EveryNEpochs, Progress, Trigger, as_trigger
 from lightning_ckpt_policy.writer import BackgroundWriter, run_within
 
 STATE_KEY = "lightning_ckpt_policy"
@@ -55,12 +58,18 @@ STATE_VERSION = 1
 BATCH_END: Literal["batch_end"] = "batch_end"
 VALIDATION_END: Literal["validation_end"] = "validation_end"
 EPOCH_END: Literal["epoch_end"] = "epoch_end"
+VALIDATION_BATCH_END: Literal["validation_batch_end"] = "validation_batch_end"
 TRAIN_END = "train_end"
 # seconds for which ranks wait in one collective while rank 0 waits for the background
 _SLICE = 5.0
 _REASON_CHARACTERS = 300
 # the first overlapped copy of a fit and one in so many after it are compared with the state at the save point
 AUDIT_EVERY = 20
+# an adaptive interval is told anew in the log once it has changed by more than this share
+_NOTICEABLE = 0.1
+INTERVAL_METRIC = "checkpoint_interval_seconds"
+SIGTERM = signal.SIGTERM.name
+NO_METRICS: Mapping[str, float] = {}
 T = TypeVar("T")
 
 
@@ -69,7 +78,8 @@ class CheckpointPolicy(Checkpoint):
 
     State is captured where a resume is exact: after a batch that ends an optimizer step and isn't followed by a
     validation, at the end of a validation, or at the end of an epoch without one. A trigger that is due elsewhere, or
-    while a save is on its way, stays due until the next such point.
+    while a save is on its way, stays due until the next such point. A signal that ends the fit is acted on inside a
+    validation too; a resume then runs that validation from its start.
 
     Args:
         dirpath: Folder of the checkpoints, a local path or any fsspec URL; by default ``checkpoints`` in the Trainer's
@@ -176,6 +186,17 @@ class CheckpointPolicy(Checkpoint):
         self._attempt: Attempt | None = None
         self._deleted_before: list[CheckpointRecord] = []
         self._since = Progress()
+        self._elapsed_before = 0.0  # seconds of training of this run before this fit
+        self._fit_began = 0.0
+        self._follows = False
+        # signals: what arrived in this process, and what all ranks agree on
+        self._listens = False
+        self._arrivals = SignalCounter()
+        self._signals: Mapping[str, int] = {}
+        self._exchanges_in_validation = False
+        self._rng_before_validation: dict[str, Any] = {}
+        self._release_validation: Callable[[], None] = _nothing
+        self._validated_step = -1
         self._validations = 0
         self._last_step = 0
         self._stepped = True
@@ -184,6 +205,14 @@ class CheckpointPolicy(Checkpoint):
         self._held: Progress | None = None
         self._may_stop_late = False
         self._loaders_stateful = False
+        # what saves cost and how often the run fails; rank 0 knows
+        self._measured: Measured | None = None
+        self._costs: list[SaveCost] = []
+        self._costs_are_old = True
+        self._failures_before, self._uptime_before = 0, 0.0
+        self._pace = Pace()
+        self._paced = False
+        self._chosen: dict[AdaptiveInterval, float] = {}
         # what went wrong so far
         self._failures = 0
         self._last_error: BaseException | None = None
@@ -199,7 +228,9 @@ class CheckpointPolicy(Checkpoint):
             "_trainer": _nothing,
             "_release_loaders": _nothing,
             "_release_rng": _nothing,
+            "_release_validation": _nothing,
             "_hooks": [],
+            "_arrivals": SignalCounter(),
             "_overlap": None,
             "_ledger": None,
             "_deleted_before": self.deleted,
@@ -447,8 +478,14 @@ class CheckpointPolicy(Checkpoint):
         if self._loaded and "progress" in self._loaded:
             elapsed = max(0.0, time.time() - self._loaded["created_at"])
             self._since = Progress(**self._loaded["progress"], time=now - elapsed)
-        elif not same_process:
+            self._elapsed_before = self._since.elapsed
+        elif same_process:
+            self._since = replace(self._since, signals={})
+        else:
             self._since = Progress(step=trainer.global_step, epoch=trainer.current_epoch, time=now)
+            self._elapsed_before = 0.0
+        self._fit_began = now
+        self._follows, self._paced = self.trigger.follows, bool(self.trigger.adaptive)
         self._validations = self._since.validations
         self._last_step = trainer.global_step
         self._stepped = True
@@ -460,6 +497,7 @@ class CheckpointPolicy(Checkpoint):
         self._began = True
         self._attempt = _on_rank_zero(trainer, lambda: self._begin(same_process))
         self._active = True
+        self._listen(trainer)
         self._overlaps = self._may_overlap(trainer, pl_module)
         pinned = trainer.strategy.root_device.type == "cuda"
         if self._staging.pinned != pinned:
@@ -480,6 +518,8 @@ class CheckpointPolicy(Checkpoint):
             trainer.should_stop = True  # Lightning forgets it, and would train on until the next check
         if self._loaded["point"] == EPOCH_END:
             _lightning.end_current_epoch(trainer)
+        if self._loaded["point"] == VALIDATION_BATCH_END:
+            _lightning.forget_interrupted_batch(trainer)
         self._release_rng = _lightning.after_train_start(trainer, lambda: self._restore_rng(trainer))
 
     def _begin(self, same_process: bool) -> Attempt:
@@ -502,7 +542,17 @@ class CheckpointPolicy(Checkpoint):
             self._writer,
             self.filename,
         )
+        earlier = store.note_ends(attempt, self._ledger.records)
+        self._failures_before, self._uptime_before = failures_of(earlier, self._ledger.records)
+        self._costs, self._costs_are_old = costs_of(self._ledger.records), True
+        self._pace = Pace()
+        self._chosen.clear()
+        self._measure()
         return attempt
+
+    def _measure(self) -> None:
+        up = self._uptime_before + time.monotonic() - self._fit_began
+        self._measured = Measured(cost=typical_cost(self._costs), failures=self._failures_before, uptime=up)
 
     def _begin_attempt(self, store: CheckpointStore, same_process: bool) -> Attempt:
         records = store.records()
@@ -529,6 +579,20 @@ class CheckpointPolicy(Checkpoint):
                 return store.start_attempt(latest.run_id, latest.parent)
             return store.start_attempt(store.interrupted_start() or _new_run_id(), None)
         return store.start_attempt(_new_run_id(), None)
+
+    def _listen(self, trainer: Trainer) -> None:
+        self._listens = bool(self.trigger.signals)
+        self._signals = {}
+        self._validated_step = -1
+        if self._listens:
+            self._release_validation = _lightning.before_validation(trainer, self._note_rng)
+        if self._listens and not self._arrivals.install(
+            self.trigger.signals, functools.partial(_lightning.without_sigterm_notifier, trainer)
+        ):
+            self._warn_once(f"signals={self.trigger.signals} can't be heard: this fit isn't in the main thread")
+
+    def _note_rng(self) -> None:
+        self._rng_before_validation = collect_rng_state()
 
     def _watch_optimizers(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """In manual optimization, note which optimizers step in a batch."""
@@ -560,6 +624,7 @@ class CheckpointPolicy(Checkpoint):
         """Take back everything that was put into Lightning and torch for the length of a fit."""
         self._release_loaders()
         self._release_rng()
+        self._release_validation()
         while self._hooks:
             self._hooks.pop().remove()
         self._release_held()
@@ -589,19 +654,20 @@ class CheckpointPolicy(Checkpoint):
                 "Lightning doesn't count such steps, so this policy can't tell one state from another and saves "
                 "nothing. Use self.optimizers()"
             )
+        clock = time.monotonic()
+        if self._paced:
+            self._pace.batch_ended(clock, self._writer.saving)
         if self._ledger is not None and self._ledger.events:
             self._report(trainer)
+        if self._listens:
+            self._signals = self._agreed_signals(trainer)
         epoch_ends = _lightning.is_last_batch(trainer)
-        now = Progress(
-            step=step,
-            epoch=trainer.current_epoch + epoch_ends,
-            validations=self._validations,
-            time=time.monotonic(),
-        )
-        reasons = self.trigger.due(now, self._since)
+        now = self._progress(trainer, step, epoch_ends, clock)
+        reasons = self._due(now)
         ending = _is_ending(trainer, now, epoch_ends)
         if not (
             reasons
+            or self._signals
             or (ending and self.save_on_train_end)
             or (epoch_ends and self._may_stop_late)
             or self._exchanges_always(trainer)
@@ -614,7 +680,29 @@ class CheckpointPolicy(Checkpoint):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember which metrics are older than this validation."""
         if self._active:
+            self._pace.interrupted()
             self._logged = dict(trainer.callback_metrics)
+            if self._listens:
+                self._exchanges_in_validation = trainer.world_size == 1 or _same_on_all_ranks(
+                    trainer, trainer.num_val_batches
+                )
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
+    ) -> None:
+        """Save if a signal asks for the end of the fit; a resume runs the whole validation."""
+        if not (self._active and self._listens and self._exchanges_in_validation):
+            return
+        self._signals = self._agreed_signals(trainer)
+        if not self._signals or _lightning.validation_ends(trainer) or self._gradients_pending(trainer, pl_module):
+            return
+        epoch_ends = _lightning.is_last_batch(trainer)
+        now = self._progress(trainer, trainer.global_step, epoch_ends, time.monotonic())
+        stops = self._stops(now)
+        if trainer.world_size > 1:
+            stops = trainer.strategy.broadcast(stops)
+        if stops:
+            self._consider(trainer, now, VALIDATION_BATCH_END, self._due(now), True, epoch_ends)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if a trigger is due, with the metrics that this validation logged."""
@@ -623,32 +711,66 @@ class CheckpointPolicy(Checkpoint):
         if self._ledger is not None and self._ledger.events:
             self._report(trainer)
         self._validations += 1
+        self._validated_step = trainer.global_step
+        if self._listens:
+            self._signals = self._agreed_signals(trainer)
         metrics = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
             if self._logged.get(name) is not value and torch.as_tensor(value).numel() == 1
         }
         self._logged = {}
-        for monitor, _ in self.retention.monitors:
-            if monitor not in metrics:
+        for rule, monitors in (("retention", self.retention.monitors), ("trigger", self.trigger.monitors)):
+            for monitor in dict.fromkeys(monitor for monitor, _ in monitors if monitor not in metrics):
+                useless = "checkpoints are saved without it and can't be kept by it"
                 self._warn_once(
-                    f"monitor={monitor!r} of the retention was not logged by this validation "
-                    f"(logged: {', '.join(sorted(metrics)) or 'nothing'}): checkpoints are saved without it and can't "
-                    f"be kept by it. Log it in validation_step or on_validation_epoch_end: self.log({monitor!r}, ...)"
+                    f"monitor={monitor!r} of the {rule} was not logged by this validation "
+                    f"(logged: {', '.join(sorted(metrics)) or 'nothing'}): "
+                    f"{useless if rule == 'retention' else 'it makes no save due'}. "
+                    f"Log it in validation_step or on_validation_epoch_end: self.log({monitor!r}, ...)"
                 )
         epoch_ends = _lightning.is_last_batch(trainer)
-        now = Progress(
-            step=trainer.global_step,
-            epoch=trainer.current_epoch + epoch_ends,
-            validations=self._validations,
-            time=time.monotonic(),
-            metrics=metrics,
-        )
+        now = self._progress(trainer, trainer.global_step, epoch_ends, time.monotonic(), metrics)
         if self._gradients_pending(trainer, pl_module):
             return
-        reasons = self.trigger.due(now, self._since)
+        reasons = self._due(now)
         ending = _is_ending(trainer, now, epoch_ends)
         self._consider(trainer, now, VALIDATION_END, reasons, ending, epoch_ends)
+
+    def _progress(
+        self, trainer: Trainer, step: int, epoch_ends: bool, clock: float, metrics: Mapping[str, float] = NO_METRICS
+    ) -> Progress:
+        return Progress(
+            step=step,
+            epoch=trainer.current_epoch + epoch_ends,
+            validations=self._validations,
+            time=clock,
+            metrics=metrics,
+            elapsed=self._elapsed_before + clock - self._fit_began,
+            signals=self._signals,
+            measured=self._measured,
+        )
+
+    def _due(self, now: Progress) -> tuple[str, ...]:
+        reasons = self.trigger.due(now, self._since)
+        if self._follows:
+            self._since = self.trigger.follow(now, self._since)
+        return reasons
+
+    def _agreed_signals(self, trainer: Trainer) -> Mapping[str, int]:
+        """How often each signal has arrived, the same on every rank."""
+        counts = self._arrivals.counts
+        if trainer.world_size == 1:
+            return counts
+        names = self.trigger.signals
+        local = torch.tensor([counts.get(name, 0) for name in names], device=trainer.strategy.root_device)
+        agreed = trainer.strategy.reduce(local, reduce_op="max")
+        assert isinstance(agreed, torch.Tensor)
+        return {name: count for name, count in zip(names, agreed.tolist(), strict=True) if count}
+
+    def _stops(self, now: Progress) -> bool:
+        """Whether a signal ends the fit at this save point. After SIGTERM Lightning ends every fit."""
+        return bool(now.signals) and (SIGTERM in now.signals or self.trigger.stops(now, self._since))
 
     def _gradients_pending(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         # in manual optimization nobody but the module knows its windows: the end of one is a batch that stepped
@@ -664,6 +786,10 @@ class CheckpointPolicy(Checkpoint):
         """Save, unless this step's state was captured already or another save is on its way."""
         started = time.perf_counter()
         hold = False
+        stops = self._stops(now)
+        if trainer.world_size > 1 and self.trigger.timed:  # only rank 0 knows
+            reasons, stops = trainer.strategy.broadcast((reasons, stops))
+        ending = ending or stops
         if now.step == self._since.step:
             reasons = ()
         elif self.save_on_train_end and not reasons:
@@ -675,12 +801,17 @@ class CheckpointPolicy(Checkpoint):
         if reasons and (ending or hold or (epoch_ends and not self._loaders_stateful)):
             # the last chance of the fit; or of the epoch, since within one a plain loader can't be resumed exactly
             self._drain(trainer, self._patience, saves_only=True)
-        if trainer.world_size > 1 and (reasons or self.trigger.timed):
+        if reasons:
             reasons = _on_rank_zero(trainer, lambda: self._settle(reasons, now.metrics))
-        elif reasons:
-            reasons = self._settle(reasons, now.metrics)
         if reasons:
             self._save(trainer, now, point, reasons, started, last=ending or hold, hold=hold)
+        if stops:
+            self._drain(trainer, self._patience, saves_only=True)
+            rank_zero_info(
+                f"CheckpointPolicy: {' and '.join(sorted(now.signals))} ends this fit at step {now.step}; the newest "
+                f"confirmed checkpoint is {self.last_model_path or 'none'}"
+            )
+            _lightning.stop_as_after_sigterm(trainer)
 
     def _settle(self, reasons: tuple[str, ...], metrics: Mapping[str, float]) -> tuple[str, ...]:
         if not reasons or self._superseded:
@@ -782,18 +913,20 @@ class CheckpointPolicy(Checkpoint):
             raise
         finally:
             self._capturing = None
+        self._pace.save_began()
         image = None if request is None else request.image
         if image is not None:
             image.held_seconds = time.perf_counter() - started
+        captured = now.captured(self._since)
         # every rank comes to the barrier, where they agree whether the copy is good
         if overlapped and (trainer.world_size > 1 or (image is not None and image.deferred)):
-            self._complete_later(trainer, module, image, draft, now)
+            self._complete_later(trainer, module, image, draft, captured)
         elif image is not None:
             self._submit(image, draft, hold)
         if hold:
-            self._held = now
+            self._held = captured
         else:
-            self._since = now
+            self._since = captured
 
     def _submit(self, image: Image, draft: dict[str, Any], hold: bool = False) -> None:
         assert self._ledger is not None
@@ -854,7 +987,7 @@ class CheckpointPolicy(Checkpoint):
                 self._submit(image, draft)
             return
         self._overlaps = False
-        if self._since is now and agreed:
+        if self._since.step == now.step and agreed:
             self._since = before  # still due
         error = SnapshotChangedError(
             f"{changed!r} was changed between the save point of step {now.step} and the next optimizer step, while it "
@@ -868,6 +1001,7 @@ class CheckpointPolicy(Checkpoint):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget a state that was kept back in case the fit ended with the last epoch."""
+        self._pace.interrupted()
         self._release_held()
 
     def _release_held(self) -> None:
@@ -880,7 +1014,7 @@ class CheckpointPolicy(Checkpoint):
         if self._capturing is None and STATE_KEY in checkpoint:
             return
         now, point = self._capturing or (
-            Progress(step=trainer.global_step, epoch=trainer.current_epoch, validations=self._validations),
+            self._progress(trainer, trainer.global_step, False, time.monotonic()),
             "user",
         )
         epoch_ended = self._capturing is not None and _lightning.is_last_batch(trainer)
@@ -890,10 +1024,14 @@ class CheckpointPolicy(Checkpoint):
             _lightning.mark_batch_completed(checkpoint)
         state = checkpoint.setdefault(STATE_KEY, {})
         state["schema_version"] = STATE_VERSION
-        state["progress"] = {"step": now.step, "epoch": now.epoch, "validations": now.validations}
+        state["progress"] = now.captured(self._since).to_state()
         state["point"] = point
         state["batch_completed"] = completed
         state["epoch_ended"] = epoch_ended
+        if point == VALIDATION_BATCH_END:
+            _lightning.restart_validation(checkpoint)
+        if point == BATCH_END and self._validated_step == now.step:
+            _lightning.unstep_logger(checkpoint)
         state["created_at"] = time.time()
         state["early_stopped"] = trainer.should_stop and _early_stopping_is_over(trainer)
         state["accumulate_grad_batches"] = trainer.accumulate_grad_batches
@@ -902,7 +1040,8 @@ class CheckpointPolicy(Checkpoint):
         attempts = [self._attempt, *(policy._attempt for policy in policies if policy is not self)]
         state["runs"] = [attempt.run_id for attempt in attempts if attempt is not None]
         # only a save of ours is known to run on every rank
-        state["rng"] = _gather_rng(trainer) if self._capturing is not None else [collect_rng_state()]
+        own = self._rng_before_validation if point == VALIDATION_BATCH_END else collect_rng_state()
+        state["rng"] = _gather(trainer, own) if self._capturing is not None else [own]
 
     # the end
 
@@ -931,8 +1070,14 @@ class CheckpointPolicy(Checkpoint):
             status = "stopped" if trainer.should_stop else "finished"
             _on_rank_zero(trainer, lambda: self._finish(trainer, confirmed, pruned, status))
         finally:
+            if self._listens and self._stops(
+                self._progress(trainer, trainer.global_step, False, time.monotonic())
+            ):  # it came after the last save point: for who asks trainer.received_sigterm
+                _lightning.stop_as_after_sigterm(trainer)
             self._active = False
+            self._elapsed_before += time.monotonic() - self._fit_began
             self._release()
+            self._arrivals.restore()
             self._staging.clear()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -971,14 +1116,28 @@ class CheckpointPolicy(Checkpoint):
         self._end_attempt(status)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Wait, for ``save_timeout`` at most, until the pending save is confirmed; capture nothing new."""
+        """Wait, for ``save_timeout`` at most, until the pending save is confirmed.
+
+        New state is captured only if a signal asked for it and no batch was on its way, so that a signal which ended
+        dataloader workers too has still led to a save.
+        """
+        try:
+            self._end_with(trainer, pl_module, exception)
+        finally:
+            self._arrivals.restore()
+
+    def _end_with(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        asked = self._active and self._listens and bool(self._arrivals.counts)
         self._release()
         if not self._active:
             return
         if self._overlap is not None:
             self._overlap[0].reach(going_on=False)
-        self._active = False
         self._capturing = None
+        stopped = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
+        if asked and trainer.world_size == 1:
+            stopped = self._save_what_a_signal_asked_for(trainer, pl_module) or stopped
+        self._active = False
         if self._ledger is None:
             return
         if not self._writer.drain(self._patience, saves_only=True):
@@ -988,7 +1147,25 @@ class CheckpointPolicy(Checkpoint):
             )
         self._staging.clear()
         self._report(trainer, final=True, exception=exception)
-        self._end_attempt("stopped" if isinstance(exception, (KeyboardInterrupt, SIGTERMException)) else "error")
+        self._end_attempt("stopped" if stopped else "error")
+
+    def _save_what_a_signal_asked_for(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        """Save, where an error came before the end of the next batch, and say whether the fit was to be ended."""
+        self._signals = self._arrivals.counts
+        now = self._progress(trainer, trainer.global_step, _lightning.is_last_batch(trainer), time.monotonic())
+        stops, reasons = self._stops(now), self._due(now)
+        point = VALIDATION_BATCH_END if trainer.validating else BATCH_END
+        exact = not self._gradients_pending(trainer, pl_module) and (
+            trainer.validating or _lightning.is_between_batches(trainer)
+        )
+        if reasons and exact and now.step != self._since.step:
+            try:
+                self._writer.drain(self._patience, saves_only=True)
+                if self._settle(reasons, {}):
+                    self._save(trainer, now, point, reasons, time.perf_counter(), last=True, hold=False)
+            except Exception as error:  # it must not mask the one that is on its way
+                rank_zero_warn(f"What a signal asked for could not be saved: {_describe(error)}")
+        return stops
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take back what a fit that had nothing left to train was prepared with."""
@@ -1012,9 +1189,18 @@ class CheckpointPolicy(Checkpoint):
             rank_zero_warn(f"The end of this attempt could not be noted in {self.store.url!r}: {_describe(error)}")
 
     def _tell_loggers(self, trainer: Trainer, exception: BaseException | None) -> None:
+        intervals: dict[str, float] = {}
+        for trigger in self.trigger.adaptive:
+            seconds = intervals[INTERVAL_METRIC] = trigger.interval(self._measured)
+            if abs(seconds - self._chosen.get(trigger, 0.0)) > _NOTICEABLE * seconds:
+                self._chosen[trigger] = seconds
+                rank_zero_info(f"CheckpointPolicy: {trigger!r} saves {trigger.explain(self._measured)}")
+        step = _lightning.logged_step(trainer)
         for logger in trainer.loggers:
             try:
                 logger.after_save_checkpoint(self)  # type: ignore[arg-type]
+                if intervals:
+                    logger.log_metrics(intervals, step=step)
             except Exception as error:
                 if exception is None:
                     raise
@@ -1035,8 +1221,10 @@ class CheckpointPolicy(Checkpoint):
                 continue
             self.history.append(event)
             self._last_error = event.error
+            slowdown = self._pace.slowdown(event.held_seconds + event.audit_seconds)
             if event.record is not None:
                 self._failures = 0
+                self._note_cost(event.record, slowdown)
                 self._tell_loggers(trainer, exception)
             elif isinstance(event.error, SupersededError):
                 self._superseded = True
@@ -1048,8 +1236,21 @@ class CheckpointPolicy(Checkpoint):
                     f"{_describe(event.error)}. Training goes on, older checkpoints are kept "
                     f"({self._failures} of max_consecutive_failures={self.max_consecutive_failures})"
                 )
+        if ledger.excess:
+            self._warn_once(
+                f"what may never be deleted (the newest checkpoint, pinned ones and milestones) is "
+                f"{ledger.excess} bytes above the budget of retention={self.retention!r}: raise the budget, name fewer "
+                "milestones or unpin some",
+                about="budget",
+            )
         if not final and trainer.world_size == 1:
             self._raise_after_failures()
+
+    def _note_cost(self, record: CheckpointRecord, slowdown: float) -> None:
+        if self._costs_are_old:  # those of earlier attempts served until this one had a save of its own
+            self._costs, self._costs_are_old = [], False
+        self._costs += [replace(cost, slowdown=slowdown) for cost in costs_of([record])]
+        self._measure()
 
     def _raise_after_failures(self) -> None:
         if self._failures >= self.max_consecutive_failures:
@@ -1074,11 +1275,14 @@ class CheckpointPolicy(Checkpoint):
         """Say once what Lightning can't resume exactly in this training."""
         loaders = _lightning.train_loaders(trainer)
         self._loaders_stateful = all(_is_stateful(loader) for loader in loaders)
-        for monitor, _ in self.retention.monitors:
-            if not trainer.enable_validation:
+        for rule, monitors, useless in (
+            ("retention", self.retention.monitors, "KeepBest keeps nothing"),
+            ("trigger", self.trigger.monitors, "OnImprovement is never due"),
+        ):
+            for monitor in dict.fromkeys(monitor for monitor, _ in monitors if not trainer.enable_validation):
                 self._warn_once(
-                    f"monitor={monitor!r} of the retention is never logged, since this fit has no validation: only "
-                    "what a validation logs is a metric of the saved weights, so KeepBest keeps nothing. Add one"
+                    f"monitor={monitor!r} of the {rule} is never logged, since this fit has no validation: only "
+                    f"what a validation logs is a metric of the saved weights, so {useless}. Add one"
                 )
         if any(isinstance(getattr(loader, "sampler", None), DistributedSamplerWrapper) for loader in loaders):
             self._warn_once(
@@ -1111,9 +1315,10 @@ class CheckpointPolicy(Checkpoint):
                 "there skips that step"
             )
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
+    def _warn_once(self, message: str, about: str = "") -> None:
+        about = about or message
+        if about not in self._warned:
+            self._warned.add(about)
             rank_zero_warn(f"CheckpointPolicy: {message}")
 
 
@@ -1228,14 +1433,17 @@ def _on_rank_zero(trainer: Trainer, function: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
-def _gather_rng(trainer: Trainer) -> list[dict[str, Any]]:
-    """The random state of every rank, on every rank."""
-    state = collect_rng_state()
+def _gather(trainer: Trainer, state: T) -> list[T]:
+    """The state of every rank, on every rank."""
     if trainer.world_size == 1:
         return [state]
     states: list[Any] = [None] * trainer.world_size
     torch.distributed.all_gather_object(states, state)
     return states
+
+
+def _same_on_all_ranks(trainer: Trainer, value: Any) -> bool:
+    return all(other == value for other in _gather(trainer, value))
 
 
 def _is_stateful(loader: Any) -> bool:

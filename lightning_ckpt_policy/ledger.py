@@ -98,6 +98,7 @@ class Ledger:
         self.filename = filename
         self.events: deque[SaveOutcome | DeleteFailure] = deque()
         self.deleted: list[CheckpointRecord] = []
+        self.excess = 0  # bytes above the byte budget that no delete can win back
         self._records = sorted(records, key=lambda record: record.sequence)
         self._protect = protect
         self._deleting: set[str] = set()
@@ -189,6 +190,7 @@ class Ledger:
         """Queue the deletes that retention allows now."""
         with self._lock:
             doomed = retention_rules.plan(self.retention, self._records, now=time.time(), protect=self._protect)
+            self.excess = retention_rules.excess(self.retention, self._records, now=time.time())
             doomed = [record for record in doomed if record.path not in self._deleting]
             self._deleting.update(record.path for record in doomed)
             self._doomed.update(record.path for record in doomed)

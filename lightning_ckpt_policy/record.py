@@ -61,7 +61,8 @@ class CheckpointRecord:
         metrics: Metrics of these weights, logged after the optimizer update that made them. May hold NaN or infinity.
         attempt: Number of the process (group) of the run that wrote it, from 1.
         parent: ``run_id`` of the run this one branched from, if any.
-        point: Where it was captured: ``"batch_end"``, ``"validation_end"`` or ``"epoch_end"``.
+        point: Where it was captured: ``"batch_end"``, ``"validation_end"``, ``"epoch_end"`` or, where a signal asked
+            for it, ``"validation_batch_end"``.
         world_size: Number of ranks.
         weights_only: Whether optimizer and loop state are left out, so that it can't be resumed from.
         pinned: Retention never deletes it.

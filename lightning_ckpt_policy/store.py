@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal, Protocol, TypeVar
 
@@ -670,6 +670,29 @@ class CheckpointStore:
         """
         ended = dataclasses.replace(attempt, status=status, ended_at=time.time())
         self.backend.write(f"{_ATTEMPTS}/{attempt.name}{RECORD_SUFFIX}", _to_json(ended), owner=attempt.name)
+
+    def note_ends(self, attempt: Attempt, records: Sequence[CheckpointRecord]) -> list[Attempt]:
+        """Note of the run's earlier attempts that were killed when they were last alive: at their newest checkpoint.
+
+        Their ``status`` stays ``"running"``. Without this it couldn't be told any more once that checkpoint is deleted.
+
+        Args:
+            attempt: The one that has just begun.
+            records: The run's checkpoints.
+
+        Returns:
+            The earlier attempts.
+        """
+        earlier = []
+        for other in self.attempts(attempt.run_id):
+            if other.number >= attempt.number:
+                continue
+            alive = [record.created_at for record in records if record.attempt == other.number]
+            if other.status == "running" and other.ended_at is None and alive:
+                other = dataclasses.replace(other, ended_at=max(alive))
+                self.backend.write(f"{_ATTEMPTS}/{other.name}{RECORD_SUFFIX}", _to_json(other), owner=attempt.name)
+            earlier.append(other)
+        return earlier
 
     def superseded(self, attempt: Attempt) -> bool:
         """Whether a later attempt of the run has begun. One request."""

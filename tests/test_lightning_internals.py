@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_ckpt_policy import _lightning
 from tests.models import fit
@@ -87,3 +89,41 @@ def test_train_loaders_and_the_early_stop_rule(tmp_path: Path) -> None:
 
     fit(tmp_path, None, callbacks=[Look()], max_epochs=2, min_epochs=2, limit_train_batches=1)
     assert seen == [(1, False, False), (1, False, True)], CHANGED + "fit_loop.min_epochs or epoch_progress"
+
+
+def test_the_sigterm_notifier_is_told_from_a_users_handler(tmp_path: Path) -> None:
+    found: list[Any] = []
+
+    def mine(*_: Any) -> None: ...
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            found.append(_lightning.without_sigterm_notifier(trainer, signal.getsignal(signal.SIGTERM)))
+            assert not trainer.received_sigterm
+            _lightning.stop_as_after_sigterm(trainer)
+            assert trainer.received_sigterm
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        with pytest.raises(SIGTERMException):
+            fit(tmp_path, None, callbacks=[Look()])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert found == [[mine]], CHANGED + "_SignalConnector._sigterm_notifier_fn or _HandlersCompose"
+
+
+def test_the_loops_tell_where_a_validation_stands(tmp_path: Path) -> None:
+    between: list[bool] = []
+    ends: list[bool] = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+            between.append(_lightning.is_between_batches(trainer))
+
+        def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            ends.append(_lightning.validation_ends(trainer))
+            between.append(_lightning.is_between_batches(trainer))
+
+    fit(tmp_path, None, callbacks=[Look()], validate=True, val_check_interval=5, max_epochs=1)
+    assert ends == [False, False, True] * 2, CHANGED + "val_loop.batch_progress"
+    assert between == [False] * 5 + [True] * 3 + [False] * 8, CHANGED + "epoch_loop.batch_progress"

@@ -30,7 +30,7 @@ RULES = {name: getattr(lightning_ckpt_policy, name) for name in lightning_ckpt_p
 
 
 class Disturb(Callback):
-    """Slows each batch down, and raises or kills the process at a step."""
+    """Slows each batch down, and raises, kills the process or sends it SIGTERM at a step."""
 
     def __init__(self, seconds: float, crash_at: int | None, crash_rank: int | None, how: str) -> None:
         self.seconds, self.crash_at, self.crash_rank, self.how = seconds, crash_at, crash_rank, how
@@ -42,6 +42,10 @@ class Disturb(Callback):
         if self.crash_rank in (None, trainer.global_rank):
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "sigterm":
+                self.crash_at = None
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
             raise RuntimeError(f"rank {trainer.global_rank} at step {trainer.global_step}")
 
 
@@ -83,7 +87,7 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.add_argument("--crash-at", type=int)
     parser.add_argument("--crash-rank", type=int)
-    parser.add_argument("--crash-how", default="raise", choices=["raise", "kill"])
+    parser.add_argument("--crash-how", default="raise", choices=["raise", "kill", "sigterm"])
     parser.add_argument("--no-policy", action="store_true")
     parser.add_argument("--write-seconds", type=float, default=0.0, help="slows each payload's write down")
     parser.add_argument("--fail-writes", action="store_true", help="lets each payload's write fail")

@@ -56,6 +56,22 @@ def test_save_and_resume_exactly(tmp_path: Path, undisturbed: Callable[[str], Pa
     assert newest.run_id == killed_at.run_id
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_stops_all_of_them(tmp_path: Path, undisturbed: Callable[[str], Path], rank: int) -> None:
+    trigger = ("--trigger", "AtSteps([1000]) | OnSignal('SIGTERM', stop=True)")
+    sent = ("--crash-at", "13", "--crash-how", "sigterm", "--crash-rank", str(rank))
+    run(tmp_path, *TWO, *trigger, *sent)
+    store = CheckpointStore(str(tmp_path / "ckpt"))
+    (record,) = store.records()
+    store.verify(record)
+    assert (record.step, record.world_size) == (14, 2)
+    assert [attempt.status for attempt in store.attempts()] == ["stopped"]
+    run(tmp_path, *TWO, *trigger)
+    for each in (0, 1):
+        expected, resumed = final(undisturbed("stateful"), each), final(tmp_path, each)
+        assert differences({**expected, "batches": 0}, {**resumed, "batches": 0}) == []
+
+
 def test_saving_changes_nothing(tmp_path: Path, undisturbed: Callable[[str], Path]) -> None:
     run(tmp_path, *TWO, "--trigger", "EveryNTrainSteps(1)")
     for rank in (0, 1):
