@@ -19,11 +19,25 @@ _EARLY_HOOKS = (
     "on_validation_model_eval",
     "on_validation_model_train",
 )
+_VALIDATION_HOOKS = ("on_validation_epoch_start", "on_validation_start", "on_validation_batch_start")
 
 
 def may_change_weights_early(module: LightningModule) -> str | None:
     """The name of a hook in which the module may change weights before a barrier is reached, None if it has none."""
     return next((hook for hook in _EARLY_HOOKS if is_overridden(hook, module, LightningModule)), None)
+
+
+def may_validate_other_weights(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether other weights than the trained ones may be in place in a validation, as weight averaging puts them."""
+    if any(is_overridden(hook, module, LightningModule) for hook in _VALIDATION_HOOKS):
+        return True
+    for callback in _lightning.callbacks(trainer):
+        known = type(callback).__module__.startswith(("lightning.pytorch.callbacks.progress", __package__))
+        # of Lightning's own only weight averaging does anything at the start of a validation's epoch
+        hooks = _VALIDATION_HOOKS[:1] if type(callback).__module__.startswith("lightning.") else _VALIDATION_HOOKS
+        if not known and any(is_overridden(hook, callback, Callback) for hook in hooks):
+            return True
+    return False
 
 
 def can_be_put_up(trainer: Trainer, module: LightningModule) -> bool:

@@ -33,7 +33,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_ckpt_policy import _lightning, _torch
-from lightning_ckpt_policy.barrier import Barrier, can_be_put_up, may_change_weights_early
+from lightning_ckpt_policy.barrier import (
+    Barrier,
+    can_be_put_up,
+    may_change_weights_early,
+    may_validate_other_weights,
+)
 from lightning_ckpt_policy.errors import (
     CheckpointError,
     CheckpointSaveError,
@@ -683,8 +688,8 @@ class CheckpointPolicy(Checkpoint):
             self._pace.interrupted()
             self._logged = dict(trainer.callback_metrics)
             if self._listens:
-                self._exchanges_in_validation = trainer.world_size == 1 or _same_on_all_ranks(
-                    trainer, trainer.num_val_batches
+                self._exchanges_in_validation = not may_validate_other_weights(trainer, pl_module) and (
+                    trainer.world_size == 1 or _same_on_all_ranks(trainer, trainer.num_val_batches)
                 )
 
     def on_validation_batch_end(
@@ -1156,7 +1161,9 @@ class CheckpointPolicy(Checkpoint):
         stops, reasons = self._stops(now), self._due(now)
         point = VALIDATION_BATCH_END if trainer.validating else BATCH_END
         exact = not self._gradients_pending(trainer, pl_module) and (
-            trainer.validating or _lightning.is_between_batches(trainer)
+            not may_validate_other_weights(trainer, pl_module)
+            if trainer.validating
+            else _lightning.is_between_batches(trainer)
         )
         if reasons and exact and now.step != self._since.step:
             try:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
 
-from lightning_ckpt_policy.barrier import Barrier, may_change_weights_early
+from lightning_ckpt_policy.barrier import Barrier, may_change_weights_early, may_validate_other_weights
 from tests.models import Net, fit
 
 pytestmark = pytest.mark.core
@@ -172,3 +172,42 @@ def test_it_is_reached_once(tmp_path: Path) -> None:
 def test_modules_that_may_change_weights_early_are_known(hook: str | None, early: bool) -> None:
     kind = type("Module", (Net,), {} if hook is None else {hook: lambda self, *args: None})
     assert may_change_weights_early(kind()) == (hook if early else None)
+
+
+class Swaps(Callback):
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pass
+
+
+class Watches(Callback):
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pass
+
+
+class OwnValidation(Net):
+    def on_validation_start(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "callbacks", "may"),
+    [
+        (Net, list, False),
+        (Net, lambda: [Watches(), TQDMProgressBar(), EarlyStopping("val_loss"), LearningRateMonitor()], False),
+        (Net, lambda: [Swaps()], True),
+        (OwnValidation, list, True),
+        (Net, lambda: [averaging()], True),
+    ],
+)
+def test_other_weights_in_a_validation_are_suspected(
+    make: Callable[[], LightningModule], callbacks: Callable[[], list[Callback]], may: bool
+) -> None:
+    trainer = Trainer(callbacks=callbacks(), logger=True, accelerator="cpu", enable_checkpointing=False)
+    assert may_validate_other_weights(trainer, make()) == may
+
+
+def averaging() -> Callback:
+    """Lightning's own weight averaging."""
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="came with Lightning 2.6")
+    averaging: Callback = callbacks.WeightAveraging()
+    return averaging
