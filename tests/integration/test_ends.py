@@ -230,7 +230,7 @@ def test_several_trainers_at_once_in_one_process(tmp_path: Path) -> None:
     class Nest(Callback):
         def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
             if trainer.global_step == 4:
-                assert outer._writer.saving
+                assert outer._writer.saving or outer._overlap is not None
                 random_state = torch.get_rng_state()
                 fit(tmp_path / "inner", inner, max_steps=10)
                 torch.set_rng_state(random_state)
