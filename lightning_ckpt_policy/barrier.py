@@ -80,6 +80,9 @@ class Barrier(Callback):
             for optimizer in trainer.optimizers:
                 self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.reach()))
 
+    def __reduce__(self) -> tuple[type[Callback], tuple[()]]:
+        return Callback, ()  # a copy of the Trainer's callbacks has nothing to wait for
+
     def reach(self, going_on: bool = True) -> None:
         """Call the function, unless that was done."""
         if self._reached:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import signal
-import threading
 import time
 import uuid
 import weakref
@@ -278,6 +277,11 @@ class CheckpointPolicy(Checkpoint):
         record = self._best()
         return "" if record is None else self.store.path_of(record)
 
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        # a launcher hands on what the process that trained says; the store says the same
+        pass
+
     @property
     def best_model_score(self) -> torch.Tensor | None:
         """The metric of the best confirmed checkpoint."""
@@ -503,6 +507,10 @@ class CheckpointPolicy(Checkpoint):
         self._attempt = _on_rank_zero(trainer, lambda: self._begin(same_process))
         self._active = True
         self._listen(trainer)
+        if self._overlap is not None:  # an earlier fit was interrupted at its barrier
+            interrupted, self._overlap = self._overlap[1], None
+            if interrupted is not None:
+                interrupted.release()
         self._overlaps = self._may_overlap(trainer, pl_module)
         pinned = trainer.strategy.root_device.type == "cuda"
         if self._staging.pinned != pinned:
@@ -684,6 +692,8 @@ class CheckpointPolicy(Checkpoint):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember which metrics are older than this validation."""
+        if self._overlap is not None:
+            self._overlap[0].reach()
         if self._active:
             self._pace.interrupted()
             self._logged = dict(trainer.callback_metrics)
@@ -866,8 +876,7 @@ class CheckpointPolicy(Checkpoint):
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
         size = sum(sizes.values()) // CHUNK_BYTES * CHUNK_BYTES  # the last chunk isn't filled
-        if size > self._staging.size:
-            threading.Thread(target=self._staging.reserve, args=(size,), name="ckpt-reserve", daemon=True).start()
+        self._staging.reserve(size)
 
     def _save(
         self,
@@ -1004,6 +1013,16 @@ class CheckpointPolicy(Checkpoint):
             image.release()
             self.history.append(SaveOutcome(now.step, None, error, image.held_seconds, image.audit_seconds))
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Reach the barrier, should someone have taken it out of the Trainer's callbacks."""
+        if self._overlap is not None:
+            self._overlap[0].reach()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As `on_before_optimizer_step`."""
+        if self._overlap is not None:
+            self._overlap[0].reach()
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget a state that was kept back in case the fit ended with the last epoch."""
         self._pace.interrupted()
@@ -1067,6 +1086,7 @@ class CheckpointPolicy(Checkpoint):
                 f"the fit was stopped after its last save point: the steps from {self._since.step + 1} to "
                 f"{trainer.global_step} are in no checkpoint. Add EveryNEpochs(1) or AfterValidation() to the trigger"
             )
+        interrupted = False
         try:
             confirmed = self._drain(trainer, self._patience, saves_only=True)
             if self._ledger is not None:
@@ -1074,11 +1094,20 @@ class CheckpointPolicy(Checkpoint):
             pruned = self._drain(trainer, DELETE_TIMEOUT + GRACE, saves_only=False)
             status = "stopped" if trainer.should_stop else "finished"
             _on_rank_zero(trainer, lambda: self._finish(trainer, confirmed, pruned, status))
+        except KeyboardInterrupt:
+            interrupted = True  # `on_exception` waits for what is left
+            raise
         finally:
+            if not interrupted:
+                self._end_fit(trainer)
+
+    def _end_fit(self, trainer: Trainer) -> None:
+        try:
             if self._listens and self._stops(
                 self._progress(trainer, trainer.global_step, False, time.monotonic())
             ):  # it came after the last save point: for who asks trainer.received_sigterm
                 _lightning.stop_as_after_sigterm(trainer)
+        finally:
             self._active = False
             self._elapsed_before += time.monotonic() - self._fit_began
             self._release()
@@ -1484,7 +1513,8 @@ def _optimized(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str,
                     continue
                 name = names.get(id(parameter), "a parameter")
                 yield name, parameter
-                for key, value in optimizer.state.get(parameter, {}).items():
+                state = optimizer.state.get(parameter)
+                for key, value in state.items() if isinstance(state, Mapping) else ():
                     if isinstance(value, torch.Tensor):
                         yield f"{name} ({key})", value
 

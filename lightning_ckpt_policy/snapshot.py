@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -46,8 +47,9 @@ class Staging:
         self.pinned = pinned
         self._lock = threading.Lock()
         self._free: list[_Bytes] = []
-        self._made = 0
+        self._made: list[weakref.ref[_Bytes]] = []
         self._wanted = 0
+        self._open = True
         self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[type[Staging], tuple[bool]]:
@@ -56,58 +58,91 @@ class Staging:
     @property
     def size(self) -> int:
         """Bytes of all chunks, free or in use."""
-        return self._made * CHUNK_BYTES
+        with self._lock:
+            return self._count() * CHUNK_BYTES
+
+    def _count(self) -> int:
+        self._made = [chunk for chunk in self._made if chunk() is not None]
+        return len(self._made)
+
+    def _make(self) -> _Bytes:
+        chunk = _new_chunk(self.pinned)
+        self._made.append(weakref.ref(chunk))
+        return chunk
 
     def take(self) -> _Bytes:
         """A chunk, with whatever it held before."""
         with self._lock:
             if self._pid != os.getpid():  # a forked child doesn't have the parent's chunks
-                self._free, self._made, self._pid = [], 0, os.getpid()
-            if self._free:
-                return self._free.pop()
-            self._made += 1
-        return _new_chunk(self.pinned)
+                self._free, self._made, self._pid = [], [], os.getpid()
+            self._open = True
+            return self._free.pop() if self._free else self._make()
 
     def give_back(self, chunks: Iterable[_Bytes]) -> None:
-        """Let chunks be used again."""
+        """Let chunks be used again, or after :meth:`clear` let go of them."""
         with self._lock:
-            self._free.extend(chunks)
+            if self._open:
+                self._free.extend(chunks)
 
-    def forget(self, count: int) -> None:
-        """Count so many chunks out that don't come back, since someone who hangs may still read them."""
+    def reserve(self, size: int) -> threading.Thread | None:
+        """Make and touch chunks in the background until there are ``size`` bytes, or until :meth:`clear` is called."""
         with self._lock:
-            self._made -= count
+            self._wanted, self._open = size, True
+            if self._count() * CHUNK_BYTES >= size:
+                return None
+        thread = threading.Thread(target=self._touch, name="ckpt-reserve", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # none is to be had: the first save makes its memory itself
+            return None
+        return thread
 
-    def reserve(self, size: int) -> None:
-        """Make and touch chunks until there are ``size`` bytes, free or in use, or until :meth:`clear` is called."""
-        self._wanted = size
+    def _touch(self) -> None:
         while True:
             with self._lock:
-                if self.size >= self._wanted:
+                if self._count() * CHUNK_BYTES >= self._wanted:
                     return
-                self._made += 1
-            chunk = _new_chunk(self.pinned)
+                chunk = self._make()
             ctypes.memset(chunk.ctypes.data, 0, CHUNK_BYTES)
             self.give_back([chunk])
 
     def clear(self) -> None:
-        """Give the free chunks back to the system."""
+        """Give the chunks back to the system: free ones now, others once they are given back."""
         with self._lock:
-            self._wanted = 0
-            self._made -= len(self._free)
+            self._wanted, self._open = 0, False
             self._free.clear()
+
+
+# those of this process that are alive, for what a forked child has to do about them
+_chunks_alive: list[weakref.ref[_Bytes]] = []
+
+
+def _keep_inherited_chunks() -> None:
+    """In a forked child, never free a chunk: its memory wasn't inherited, and may be something else's by now."""
+    for reference in _chunks_alive:
+        chunk = reference()
+        if chunk is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(chunk))
+    _chunks_alive.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_inherited_chunks)
 
 
 def _new_chunk(pinned: bool) -> _Bytes:
     if pinned:
-        chunk: _Bytes = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True).numpy()
-        return chunk
+        pinned_chunk: _Bytes = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True).numpy()
+        return pinned_chunk
     memory = mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a fork would make every page be copied at its next use
         if hasattr(mmap, advice):
             with contextlib.suppress(OSError):  # a kernel without it works as well, only slower
                 memory.madvise(getattr(mmap, advice))
-    return np.frombuffer(memory, np.uint8)
+    chunk = np.frombuffer(memory, np.uint8)
+    _chunks_alive[:] = [reference for reference in _chunks_alive if reference() is not None]
+    _chunks_alive.append(weakref.ref(chunk))
+    return chunk
 
 
 @dataclass(frozen=True)
@@ -352,9 +387,14 @@ class Image:
         return [_checksum(_bytes_of(still)) for still, _, _ in self._still]
 
     def differs(self, fingerprints: list[str]) -> str | None:
-        """The name of a deferred storage whose copy isn't what ``fingerprints`` told, None if all are equal."""
+        """The name of a deferred storage that isn't what ``fingerprints`` told any more, None if all are.
+
+        Both the copy and the storage itself are looked at: the copy may have been made before a change by chance.
+        """
         self._finish_streams()
         for (still, place, _), fingerprint in zip(self._still, fingerprints, strict=True):
+            if still.moved or _checksum(_bytes_of(still)) != fingerprint:
+                return still.name
             if _checksum(self._staged(place, still.storage.nbytes())) != fingerprint:
                 return still.name
         return None
@@ -392,11 +432,8 @@ class Image:
             self._still.clear()
             self._condition.wait_for(lambda: not self._copying)
         self._finish_streams()
-        if chunks is not None:
-            if in_use:
-                self._staging.forget(len(chunks))
-            else:
-                self._staging.give_back(chunks)
+        if chunks is not None and not in_use:
+            self._staging.give_back(chunks)
 
 
 class _Sink:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,19 @@ def test_an_exception_reaches_it_too(tmp_path: Path) -> None:
     assert put.going_on == [False]
     assert put.same == [True]
     assert events == ["barrier", "exception"]
+
+
+def test_a_copy_of_the_callbacks_has_none(tmp_path: Path) -> None:
+    put, copies = Put(3, []), []
+
+    class Copies(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 3:
+                copies.extend(copy.deepcopy([cb for cb in trainer.callbacks if isinstance(cb, Barrier)]))
+
+    fit(tmp_path, None, callbacks=[Copies(), put], enable_checkpointing=True)
+    assert [type(one) for one in copies] == [Callback]
+    assert put.going_on == [True]
 
 
 def test_it_is_reached_once(tmp_path: Path) -> None:

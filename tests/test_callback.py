@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -1153,3 +1154,68 @@ def test_limits_are_said_at_the_start(tmp_path: Path) -> None:
     text = " ".join(str(warning.message) for warning in caught)
     assert "no state_dict" in text
     assert "Moving.on_train_batch_end" in text
+
+
+def test_an_interrupt_while_the_last_save_is_waited_for_still_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = CheckpointPolicy._drain
+    interrupts: list[int] = []
+
+    def drain(self: CheckpointPolicy, *args: Any, **kwargs: Any) -> bool:
+        if self._since.step == 30 and not interrupts:
+            interrupts.append(30)
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(CheckpointPolicy, "_drain", drain)
+    used = policy(tmp_path, AtSteps([99]), save_on_train_end=True)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(tmp_path, used)
+    assert interrupts == [30]
+    assert [outcome.record is not None for outcome in used.history] == [True]
+    assert steps(tmp_path) == [30]
+    assert [attempt.status for attempt in used.store.attempts()] == ["stopped"]
+    assert used._staging.size == 0
+
+
+class OddState(torch.optim.SGD):
+    """Keeps a bare tensor for each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = torch.zeros(3)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"odd": len(self.state)}
+
+
+def test_an_optimizer_whose_state_is_no_dict(tmp_path: Path, drained: None) -> None:
+    class Odd(Net):
+        def configure_optimizers(self) -> Any:
+            return OddState(self.parameters(), lr=0.01)
+
+    fit(tmp_path, policy(tmp_path, EveryNTrainSteps(4), KeepAll()), model=Odd, max_steps=8)
+    assert steps(tmp_path) == [4, 8]
+
+
+def test_a_barrier_that_was_never_reached_ends_with_its_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when an interrupt comes just there."""
+    used = policy(tmp_path, EveryNTrainSteps(4), KeepAll())
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_ckpt_policy.barrier.Barrier.reach", lambda *args, **kwargs: None)
+        fit(tmp_path, used, max_steps=5, crash_at=4)
+    assert used._overlap is not None
+    fit(tmp_path, used, max_steps=9)
+    assert steps(tmp_path)[-1] == 9
+
+
+@pytest.mark.timeout(180)
+def test_training_in_a_process_that_a_launcher_spawns(tmp_path: Path) -> None:
+    used = policy(tmp_path, EveryNTrainSteps(4), KeepAll())
+    fit(tmp_path, used, max_steps=8, strategy="ddp_spawn", devices=1, train=partial(loader, "plain"))
+    assert steps(tmp_path)[-1] == 8
+    assert used.best_model_path == used.last_model_path == str(tmp_path / "ckpt" / "step-0000000008.ckpt")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import mmap
 import os
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -262,6 +264,17 @@ def test_a_change_before_the_copy_is_found(change: Callable[[torch.Tensor], None
     assert image.differs(fingerprints) == name
 
 
+@pytest.mark.parametrize("change", [unseen, through_numpy])
+def test_a_change_after_the_copy_is_found_too(change: Callable[[torch.Tensor], None]) -> None:
+    """That the copy was quick is chance; the next one may not be."""
+    state = large()
+    image = defer(state)
+    fingerprints = image.fingerprints()
+    image.complete()
+    change(state["turned"])
+    assert image.differs(fingerprints) == "turned"
+
+
 def test_no_change_is_no_difference() -> None:
     image = defer(large())
     fingerprints = image.fingerprints()
@@ -441,7 +454,28 @@ def test_memory_is_used_again() -> None:
         assert addresses(image) == used
         image.release()
     assert staging.size == size
+    del image, first
     staging.clear()
+    assert staging.size == 0
+
+
+def test_memory_given_back_after_the_end_is_let_go_of() -> None:
+    staging = Staging()
+    image = take_snapshot(large(), staging)
+    staging.clear()
+    image.release()
+    del image
+    assert staging.size == 0
+    again = take_snapshot(large(), staging)
+    again.release()
+    assert staging.size > 0
+
+
+def test_memory_of_an_image_that_was_lost_is_not_counted() -> None:
+    staging = Staging()
+    image = take_snapshot(large(), staging)
+    assert staging.size
+    del image
     assert staging.size == 0
 
 
@@ -453,7 +487,7 @@ def test_memory_that_may_be_read_by_a_writer_that_hangs_is_not_used_again() -> N
     before = bytes(held)
     image.release(in_use=True)
     image.release()  # the writer's own, once it ends
-    assert staging.size == 0
+    assert staging.size == CHUNK_BYTES  # that one is in the writer's hands
     other = take_snapshot(large(), staging)
     assert bytes(held) == before
     with pytest.raises(RuntimeError, match="given up"):
@@ -463,13 +497,25 @@ def test_memory_that_may_be_read_by_a_writer_that_hangs_is_not_used_again() -> N
 
 def test_reserved_memory_is_what_the_first_image_uses() -> None:
     staging = Staging()
-    staging.reserve(3 * CHUNK_BYTES - 1)
+    thread = staging.reserve(3 * CHUNK_BYTES - 1)
+    assert thread is not None
+    thread.join()
     assert staging.size == 3 * CHUNK_BYTES
     image = take_snapshot({"a": torch.randn(5 * CHUNK_BYTES // 8)}, staging)
     assert len(addresses(image)) == 3
     assert staging.size == 3 * CHUNK_BYTES
-    staging.reserve(3 * CHUNK_BYTES)
+    assert staging.reserve(3 * CHUNK_BYTES) is None
     assert staging.size == 3 * CHUNK_BYTES
+
+
+def test_nothing_is_reserved_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = Staging()
+    monkeypatch.setattr("threading.Thread.start", lambda thread: None)  # it comes late
+    thread = staging.reserve(3 * CHUNK_BYTES)
+    assert thread is not None
+    staging.clear()
+    thread.run()
+    assert staging.size == 0
 
 
 def test_chunks_begin_at_a_page() -> None:
@@ -486,11 +532,19 @@ def test_an_error_gives_the_memory_back() -> None:
 
 
 def test_a_forked_child_has_memory_of_its_own() -> None:
+    """And frees none of its parent's, in whose place there may be something else."""
     staging = Staging()
     image = take_snapshot(large(), staging)
     image.release()
     child = os.fork()
     if child == 0:
+        if hasattr(mmap, "MADV_DONTFORK"):
+            own = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(40)]
+            del image
+            staging.clear()
+            gc.collect()
+            for memory in own:
+                memory[:] = b"1" * CHUNK_BYTES
         state = {"a": torch.ones(3)}  # few: torch's own threads don't survive a fork
         os._exit(0 if content(take_snapshot(state, staging)) == direct(state) else 1)
     assert os.waitpid(child, 0)[1] == 0
