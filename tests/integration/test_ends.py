@@ -274,7 +274,7 @@ def test_an_exception_or_sys_exit_in_a_hook(tmp_path: Path, error: BaseException
 
     def raise_it(self: Callback, trainer: Trainer, *args: Any) -> None:
         if trainer.global_step >= 9:
-            assert used._writer.saving
+            assert used._writer.saving or used._overlap is not None
             if write_fails:
                 schedule.faults.append(fault)
             raise error
