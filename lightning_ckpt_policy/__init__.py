@@ -5,6 +5,7 @@ from lightning_ckpt_policy.errors import (
     CheckpointError,
     CheckpointSaveError,
     DamagedCheckpointError,
+    SnapshotChangedError,
     SupersededError,
 )
 from lightning_ckpt_policy.io import AsyncCheckpointIO
@@ -67,6 +68,7 @@ __all__ = [
     "RecordError",
     "Retention",
     "SaveOutcome",
+    "SnapshotChangedError",
     "SupersededError",
     "Trigger",
 ]
