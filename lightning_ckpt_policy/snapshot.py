@@ -132,8 +132,9 @@ if hasattr(os, "register_at_fork"):
 
 def _new_chunk(pinned: bool) -> _Bytes:
     if pinned:
-        pinned_chunk: _Bytes = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True).numpy()
-        return pinned_chunk
+        with contextlib.suppress(RuntimeError):  # no more memory may be page-locked: slower, and as good
+            pinned_chunk: _Bytes = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True).numpy()
+            return pinned_chunk
     memory = mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a fork would make every page be copied at its next use
         if hasattr(mmap, advice):

@@ -518,6 +518,12 @@ def test_nothing_is_reserved_after_the_end(monkeypatch: pytest.MonkeyPatch) -> N
     assert staging.size == 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can page-lock memory")
+def test_memory_that_cannot_be_page_locked_is_used_all_the_same() -> None:
+    state = large()
+    assert content(take_snapshot(state, Staging(pinned=True))) == direct(state)
+
+
 def test_chunks_begin_at_a_page() -> None:
     image = take_snapshot(large())
     assert all(address % 4096 == 0 for address in addresses(image))
