@@ -111,6 +111,12 @@ PER_GB_MONTH = 0.02
 RATIOS = (10, 30, 100, 300, 1_000, 3_000, 10_000)
 
 
+DEFAULTS = {  # of CheckpointPolicy
+    "trigger": {"class_path": "lightning_ckpt_policy.EveryNEpochs"},
+    "retention": {"class_path": "lightning_ckpt_policy.KeepLast", "init_args": {"n": 2}},
+}
+
+
 class Rules:
     def __init__(self, trigger: Trigger | list[Trigger], retention: Retention | list[Retention]) -> None:
         self.trigger = as_trigger(trigger)
@@ -119,8 +125,12 @@ class Rules:
 
 def rules_of(config: Path) -> Rules:
     """The trigger and the retention of the first CheckpointPolicy in a LightningCLI configuration."""
-    callbacks = yaml.safe_load(config.read_text())["trainer"]["callbacks"]
-    policy = next(c for c in callbacks if c["class_path"].endswith(".CheckpointPolicy"))["init_args"]
+    read = yaml.safe_load(config.read_text()) or {}
+    callbacks = (read.get("trainer") or {}).get("callbacks") or []
+    found = [c for c in callbacks if str(c.get("class_path", "")).rpartition(".")[2] == "CheckpointPolicy"]
+    if not found:
+        raise SystemExit(f"--config {config}: no CheckpointPolicy is among trainer.callbacks; name a file that has one")
+    policy = {**DEFAULTS, **(found[0].get("init_args") or {})}
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Rules, "rules")
     parsed = parser.parse_object({"rules": {name: policy[name] for name in ("trigger", "retention")}})

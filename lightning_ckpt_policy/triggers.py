@@ -54,7 +54,8 @@ class Progress:
         lowest: The lowest value of each metric among the states that were captured up to here.
         highest: The highest one.
         measured: What saves have cost and how often the run has failed; None where nobody measures it.
-        ends: In a ``since``: for each schedule, the points at which its phases have ended after it (`Trigger.follow`).
+        ends: In a ``since``: for each schedule, the points at which its phases have ended after it, by their index
+            (`Trigger.follow`).
 
     >>> Progress(step=10, epoch=1).time
     0.0
@@ -70,7 +71,7 @@ class Progress:
     lowest: Mapping[str, float] = field(default_factory=dict)
     highest: Mapping[str, float] = field(default_factory=dict)
     measured: Measured | None = None
-    ends: Mapping[PhaseSchedule, tuple[Progress, ...]] = field(default_factory=dict)
+    ends: Mapping[PhaseSchedule, Mapping[int, Progress]] = field(default_factory=dict)
 
     def captured(self, since: Progress) -> Progress:
         """This moment as the next ``since``, after its state was captured; ``since`` is the one before.
@@ -696,26 +697,24 @@ class PhaseSchedule(Trigger):
     def follow(self, now: Progress, since: Progress) -> Progress:
         for trigger in self._following:
             since = trigger.follow(now, since)
-        new = self.phase(now) - self.phase(since)
-        if new <= 0:
-            return since
-        ends = since.ends.get(self, ())
-        new -= len(ends)
-        if new <= 0:
+        ends = since.ends.get(self, {})
+        ended = [phase for phase in range(self.phase(since), self.phase(now)) if phase not in ends]
+        if not ended:
             return since
         # a metric is of the weights at that point alone
         end = replace(now, metrics={}, ends={})
-        return replace(since, ends={**since.ends, self: (*ends, *[end] * new)})
+        return replace(since, ends={**since.ends, self: {**ends, **dict.fromkeys(ended, end)}})
 
     def _parts(self, now: Progress, since: Progress) -> list[tuple[Trigger, Progress, Progress]]:
         """The triggers of the phases that were passed, each with the end and the beginning of its part."""
         first, last = self.phase(since), self.phase(now)
         if first >= last:
             return [(self._triggers[last], now, since)]
-        ends = (since.ends.get(self, ()) if since.ends else ())[: last - first]
-        ends += (now,) * (last + 1 - first - len(ends))  # one that ends here, and the present one
+        # by their index: in a schedule within another one, `since` may have been moved on past some of them
+        ends = since.ends.get(self, {})
         parts = []
-        for trigger, end in zip(self._triggers[first : last + 1], ends, strict=True):
+        for phase in range(first, last + 1):
+            trigger, end = self._triggers[phase], ends.get(phase, now) if phase < last else now
             parts.append((trigger, end, since))
             since = replace(
                 since,

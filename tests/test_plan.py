@@ -49,3 +49,21 @@ def test_the_committed_comparison_is_within_five_percent() -> None:
     for row in rows:
         assert row["failures"] == 10_000
         assert max(row["given_over_best"], row["learned_over_best"]) <= 1.05
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "told"),
+    [
+        ("trainer: {callbacks: [{class_path: lightning_ckpt_policy.CheckpointPolicy}]}", 0, "Cost:"),
+        ("trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.Timer}]}", 1, "no CheckpointPolicy"),
+        ("seed_everything: 1", 1, "no CheckpointPolicy"),
+        ("", 1, "no CheckpointPolicy"),
+    ],
+)
+def test_configurations_without_rules_or_policy(tmp_path: Path, text: str, status: int, told: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(text)
+    done = run("--config", str(config), "--mtbf", "8h", "--duration", "2d")
+    assert done.returncode == status
+    assert told in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

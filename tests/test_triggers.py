@@ -881,3 +881,22 @@ def test_due_is_quick_enough_for_every_batch() -> None:
     now, since = Progress(step=700, time=10.0, measured=COST), Progress(step=100)
     best = min(timeit.repeat(lambda: trigger.due(now, since), number=1000, repeat=5)) / 1000
     assert best < 50e-6, f"{best * 1e6:.1f} µs"  # about 2 µs on an idle core
+
+
+def test_a_schedule_within_another_one_loses_no_phase() -> None:
+    """The outer one moves ``since`` on past phases of the inner one."""
+    tail = [(5, OnSignal("SIGTERM", stop=True)), (None, EveryNTrainSteps(50))]
+    inner = PhaseSchedule([(2, EveryNTrainSteps(50)), *tail])
+    answers = []
+    for schedule in (
+        PhaseSchedule([(3, EveryNTrainSteps(50)), (None, inner)]),
+        PhaseSchedule([(3, EveryNTrainSteps(50)), *tail]),
+    ):
+        since, told = Progress(step=1), []
+        for step in range(2, 8):
+            now = Progress(step=step, signals={"SIGTERM": 1} if step >= 5 else {})
+            told.append((schedule.due(now, since), schedule.stops(now, since)))
+            since = schedule.follow(now, since)
+        answers.append(told)
+    assert answers[0] == answers[1]
+    assert [stops for _, stops in answers[0]] == [False] * 3 + [True] * 3
