@@ -734,13 +734,15 @@ def plot(args: argparse.Namespace, result: dict[str, Any], path: Path) -> None:
         figure, grid = pyplot.subplots(**shape, figsize=(4.5 * len(args.sweep), 9), sharey="row", layout="constrained")
         for index, (name, (heading, factor)) in enumerate(SWEPT.items()):
             for panel, axis in zip(grid[index], args.sweep, strict=True):
+                drawn = False
                 for variant in OURS:
                     mine = [row for row in rows if (row["axis"], row["variant"]) == (axis, variant)]
                     line = {row["value"]: row["figures"][name] for row in mine if name in row["figures"]}
                     ends = {end: [one[end] * factor for one in line.values()] for end in ("median", "min", "max")}
+                    drawn = drawn or bool(line)
                     panel.plot(list(line), ends["median"], marker="o", label=variant)
                     panel.fill_between(list(line), ends["min"], ends["max"], alpha=0.2)
-                panel.set(xscale="log", xlabel=AXES[axis], ylabel=heading)
+                panel.set(xscale="log" if drawn else "linear", xlabel=AXES[axis], ylabel=heading)
                 panel.legend()
             seen = [one[end] * factor for row in rows if (one := row["figures"].get(name)) for end in ("min", "max")]
             if seen and min(seen) > 0:  # whole decades

@@ -68,6 +68,7 @@ class Request:
     headers: list[tuple[str, str]]
     length: int
     chunked: bytes | None = None
+    counted: bool = False
     fault: str | None = None
     status: int | None = None
 
@@ -159,13 +160,17 @@ class FaultProxy:
         fault = next((fault for fault in self.faults if fault.meets(request)), None)
         request.fault = fault.kind if fault else None
         self.log.append(request)
-        counted = request.length >= self.counted_from
-        self.busy += counted
+        request.counted = request.length >= self.counted_from
+        self.busy += request.counted
         self.most_busy = max(self.busy, self.most_busy)
         try:
             return await self._meet(request, fault, reader, writer)
         finally:
-            self.busy -= counted
+            self._over(request)
+
+    def _over(self, request: Request) -> None:
+        self.busy -= request.counted
+        request.counted = False
 
     async def _meet(
         self, request: Request, fault: Fault | None, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -196,6 +201,7 @@ class FaultProxy:
             await asyncio.sleep(self.latency)
         status, answered, answer = await self._forward(request, body)
         request.status = int(status.split(" ")[1])
+        self._over(request)  # once it is answered, the client may send the next one
         if kind == "lost":
             return _reset(writer)
         empty = request.method == "HEAD" or request.status in (204, 304)
