@@ -301,7 +301,7 @@ def test_saves_in_a_row_under_faults_keep_all(bench: Bench) -> None:
 def test_parts_go_at_once_in_bounded_memory(bench: Bench, connections: int) -> None:
     store = pickle.loads(pickle.dumps(bench.open(bench.url, connections)))
     bench.data = bytes(12 * PART)
-    bench.proxy.counted_from = 1000
+    bench.proxy.counted_from, bench.proxy.most_busy = 1000, 0
     bench.fault("delay", "part", times=FOREVER, least=PART, seconds=0.1)
     pending = store.begin(1, "run", 1)
     draft = {"step": 1, "epoch": 0, "created_at": time.time()}
