@@ -17,6 +17,7 @@ import re
 import threading
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -79,7 +80,7 @@ def _whole_mib(size: float) -> int:
     return -int(-size // _MIB) * _MIB
 
 
-class RemoteBackend(Backend):
+class RemoteBackend(Backend, ABC):
     """One folder of a store that takes a payload in parts."""
 
     most_parts: ClassVar[int] = 10_000
@@ -290,17 +291,17 @@ class RemoteBackend(Backend):
 
     # What each store does in its own way
 
+    @abstractmethod
     async def _begin(self, path: str, tag: str) -> Any:
         """Begin an upload."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _send(self, upload: Any, index: int, data: bytes) -> Any:
         """Send one part; what is returned goes to `_complete`."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _complete(self, upload: Any, parts: list[Any]) -> None:
         """Make the object appear."""
-        raise NotImplementedError
 
     async def _abort(self, upload: Any) -> None:
         """Remove what an upload that failed has sent."""
@@ -308,13 +309,13 @@ class RemoteBackend(Backend):
     async def _clean_up(self, upload: Any) -> None:
         """Remove what was only needed to make the object."""
 
+    @abstractmethod
     async def _compare(self, upload: Any, parts: list[Any], path: str, size: int, checksum: int) -> bool:
         """Whether the store's checksum says that the object is ours; False if it has none to compare.
 
         Raises:
             OSError: Its size or its checksum is another one.
         """
-        raise NotImplementedError
 
 
 class S3Backend(RemoteBackend):

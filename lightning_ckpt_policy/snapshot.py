@@ -47,7 +47,7 @@ class Staging:
         self.pinned = pinned
         self._lock = threading.Lock()
         self._free: list[_Bytes] = []
-        self._made: list[weakref.ref[_Bytes]] = []
+        self._made: weakref.WeakValueDictionary[int, _Bytes] = weakref.WeakValueDictionary()
         self._wanted = 0
         self._open = True
         self._pid = os.getpid()
@@ -58,23 +58,21 @@ class Staging:
     @property
     def size(self) -> int:
         """Bytes of all chunks, free or in use."""
-        with self._lock:
-            return self._count() * CHUNK_BYTES
-
-    def _count(self) -> int:
-        self._made = [chunk for chunk in self._made if chunk() is not None]
-        return len(self._made)
+        return len(self._made) * CHUNK_BYTES
 
     def _make(self) -> _Bytes:
         chunk = _new_chunk(self.pinned)
-        self._made.append(weakref.ref(chunk))
+        self._made[id(chunk)] = chunk
         return chunk
 
     def take(self) -> _Bytes:
         """A chunk, with whatever it held before."""
+        if self._pid != os.getpid():
+            # a forked child doesn't have the parent's chunks, nor the thread that may have held the lock
+            self._lock, self._pid = threading.Lock(), os.getpid()
+            self._free = []
+            self._made.clear()
         with self._lock:
-            if self._pid != os.getpid():  # a forked child doesn't have the parent's chunks
-                self._free, self._made, self._pid = [], [], os.getpid()
             self._open = True
             return self._free.pop() if self._free else self._make()
 
@@ -88,7 +86,7 @@ class Staging:
         """Make and touch chunks in the background until there are ``size`` bytes, or until :meth:`clear` is called."""
         with self._lock:
             self._wanted, self._open = size, True
-            if self._count() * CHUNK_BYTES >= size:
+            if self.size >= size:
                 return None
         thread = threading.Thread(target=self._touch, name="ckpt-reserve", daemon=True)
         try:
@@ -100,7 +98,7 @@ class Staging:
     def _touch(self) -> None:
         while True:
             with self._lock:
-                if self._count() * CHUNK_BYTES >= self._wanted:
+                if self.size >= self._wanted:
                     return
                 chunk = self._make()
             ctypes.memset(chunk.ctypes.data, 0, CHUNK_BYTES)
@@ -114,15 +112,13 @@ class Staging:
 
 
 # those of this process that are alive, for what a forked child has to do about them
-_chunks_alive: list[weakref.ref[_Bytes]] = []
+_chunks_alive: weakref.WeakValueDictionary[int, _Bytes] = weakref.WeakValueDictionary()
 
 
 def _keep_inherited_chunks() -> None:
     """In a forked child, never free a chunk: its memory wasn't inherited, and may be something else's by now."""
-    for reference in _chunks_alive:
-        chunk = reference()
-        if chunk is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(chunk))
+    for chunk in list(_chunks_alive.values()):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(chunk))
     _chunks_alive.clear()
 
 
@@ -141,8 +137,7 @@ def _new_chunk(pinned: bool) -> _Bytes:
             with contextlib.suppress(OSError):  # a kernel without it works as well, only slower
                 memory.madvise(getattr(mmap, advice))
     chunk = np.frombuffer(memory, np.uint8)
-    _chunks_alive[:] = [reference for reference in _chunks_alive if reference() is not None]
-    _chunks_alive.append(weakref.ref(chunk))
+    _chunks_alive[id(chunk)] = chunk
     return chunk
 
 

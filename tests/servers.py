@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from importlib.util import find_spec
@@ -38,7 +39,7 @@ class Missing(Exception):
     """The server's program isn't installed."""
 
 
-class Server:
+class Server(ABC):
     """One store's server: ``with Server() as server: fsspec.filesystem(server.protocol, **server.options())``."""
 
     name: str
@@ -81,9 +82,9 @@ class Server:
             self._process.kill()
             self._process.wait()
 
+    @abstractmethod
     def options(self, port: int | None = None) -> dict[str, Any]:
         """The ``storage_options`` to reach it, or a proxy before it on another port."""
-        raise NotImplementedError
 
     @cached_property
     def bucket(self) -> str:
@@ -95,8 +96,9 @@ class Server:
     def _create(self, fs: Any, bucket: str) -> None:
         fs.mkdir(bucket)
 
+    @abstractmethod
     def _command(self) -> list[str]:
-        raise NotImplementedError
+        """What starts it."""
 
     def _environment(self) -> dict[str, str]:
         return {}

@@ -230,7 +230,7 @@ def test_several_trainers_at_once_in_one_process(tmp_path: Path) -> None:
     class Nest(Callback):
         def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
             if trainer.global_step == 4:
-                assert outer._writer.saving or outer._overlap is not None
+                assert outer._overlap is not None
                 random_state = torch.get_rng_state()
                 fit(tmp_path / "inner", inner, max_steps=10)
                 torch.set_rng_state(random_state)
@@ -274,7 +274,9 @@ def test_an_exception_or_sys_exit_in_a_hook(tmp_path: Path, error: BaseException
 
     def raise_it(self: Callback, trainer: Trainer, *args: Any) -> None:
         if trainer.global_step >= 9:
-            assert used._writer.saving or used._overlap is not None
+            # the save begins once its copy is complete, which is before the next optimizer step
+            copying = hook == "on_train_batch_start"
+            assert (used._overlap is not None, used._writer.saving) == (copying, not copying)
             if write_fails:
                 schedule.faults.append(fault)
             raise error
