@@ -429,7 +429,7 @@ class CheckpointPolicy(Checkpoint):
                 candidates = [record for record in _lineage(records) if not record.damaged]
             else:
                 candidates = [record for record in records if record.path == name]
-            for candidate, following in zip(candidates, [*candidates[1:], None], strict=True):
+            for candidate, following in zip(candidates, [*candidates[1:], None], strict=False):
                 try:
                     opened.append(_read_twice(open_record, candidate))
                     return candidate
@@ -445,6 +445,8 @@ class CheckpointPolicy(Checkpoint):
                         ) from error
                     rank_zero_warn(f"{error}. The checkpoint before it, {following.path!r}, is loaded instead")
                     _mark_damaged(store, candidate)
+            # not one of ours, or its record was lost: Lightning loads it, or says that it isn't there
+            rank_zero_warn(f"{path!r} has no record in {store.url!r}: it is loaded without being verified")
             return None
 
         record = _on_rank_zero(trainer, choose)
@@ -813,8 +815,10 @@ class CheckpointPolicy(Checkpoint):
             elif epoch_ends and self._may_stop_late:
                 # EarlyStopping decides after the last save point: only then it is known whether this state is the last
                 reasons, hold = (TRAIN_END,), True
-        if reasons and (ending or hold or (epoch_ends and not self._loaders_stateful)):
-            # the last chance of the fit; or of the epoch, since within one a plain loader can't be resumed exactly
+        late = self._may_stop_late and self.save_on_train_end
+        if reasons and (ending or hold or (epoch_ends and (late or not self._loaders_stateful))):
+            # the last chance of the fit, as far as is known before EarlyStopping decides; or of the epoch, since within
+            # one a plain loader can't be resumed exactly
             self._drain(trainer, self._patience, saves_only=True)
         if reasons:
             reasons = _on_rank_zero(trainer, lambda: self._settle(reasons, now.metrics))

@@ -27,6 +27,8 @@ from lightning_ckpt_policy.writer import BackgroundWriter
 
 # seconds; large enough for a terabyte at 600 MB/s, small enough that a dead store is noticed the same day
 DEFAULT_SAVE_TIMEOUT = 1800.0
+# seconds, some thirty years; what the system can't wait for is an error only once a save is on its way
+MOST_SAVE_TIMEOUT = 1e9
 # seconds over save_timeout for which the end of a fit waits, so that a save that is given up is reported as that
 GRACE = 10.0
 
@@ -59,7 +61,7 @@ class AsyncCheckpointIO(CheckpointIO):
         save_timeout: Seconds a save may take before it counts as failed.
 
     Raises:
-        ValueError: ``save_timeout`` isn't positive.
+        TypeError, ValueError: ``save_timeout`` isn't a positive number, or is above 1e9.
 
     >>> import tempfile
     >>> io = AsyncCheckpointIO()
@@ -73,8 +75,13 @@ class AsyncCheckpointIO(CheckpointIO):
     def __init__(
         self, storage_options: dict[str, Any] | None = None, *, save_timeout: float = DEFAULT_SAVE_TIMEOUT
     ) -> None:
-        if not save_timeout > 0:
-            raise ValueError(f"save_timeout={save_timeout!r} must be a positive number of seconds, e.g. 1800")
+        if isinstance(save_timeout, bool) or not isinstance(save_timeout, (int, float)):
+            raise TypeError(f"save_timeout={save_timeout!r} must be a number of seconds, e.g. 1800")
+        if not 0 < save_timeout <= MOST_SAVE_TIMEOUT:
+            raise ValueError(
+                f"save_timeout={save_timeout!r} must be a positive number of seconds, e.g. 1800, and at most "
+                f"{MOST_SAVE_TIMEOUT:g}, which is as good as no limit"
+            )
         if storage_options is not None and not isinstance(storage_options, Mapping):
             raise TypeError(
                 f"storage_options must be a dict of what fsspec.open takes, not a {type(storage_options).__name__}"

@@ -162,6 +162,8 @@ class BackgroundWriter:
                     on_timeout()
             except BaseException:  # a job reports its own errors: this one is a bug, and must not end the thread
                 log.exception("a background checkpoint job failed")
+                if on_timeout is not None:  # nobody waits for it any more, so it mustn't count as done
+                    on_timeout()
             finally:
                 del job, on_timeout
                 with self._condition:

@@ -21,6 +21,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_ckpt_policy import (
     AfterValidation,
+    AsyncCheckpointIO,
     AtSteps,
     CheckpointPolicy,
     CheckpointRecord,
@@ -1221,3 +1222,57 @@ def test_training_in_a_process_that_a_launcher_spawns(tmp_path: Path) -> None:
     fit(tmp_path, used, max_steps=8, strategy="ddp_spawn", devices=1, train=partial(loader, "plain"))
     assert steps(tmp_path)[-1] == 8
     assert used.best_model_path == used.last_model_path == str(tmp_path / "ckpt" / "step-0000000008.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (float("inf"), ValueError),
+        (float("nan"), ValueError),
+        (1e10, ValueError),
+        (0, ValueError),
+        (-1, ValueError),
+        ("5", TypeError),
+        (None, TypeError),
+        (True, TypeError),
+    ],
+)
+def test_a_time_limit_that_cannot_be_kept_is_refused(tmp_path: Path, value: Any, error: type[Exception]) -> None:
+    for make in (partial(policy, tmp_path, AtSteps([4])), AsyncCheckpointIO):
+        with pytest.raises(error, match=f"save_timeout={value!r} must be"):
+            make(save_timeout=value)
+
+
+@pytest.mark.parametrize("how", ["the user's own", "its record was lost"])
+def test_a_file_without_a_record_in_the_same_folder_is_loaded(tmp_path: Path, drained: None, how: str) -> None:
+    first = policy(tmp_path, AtSteps([4]), KeepAll())
+    observer = fit(tmp_path, first, max_steps=4)
+    path = Path(first.last_model_path)
+    if how == "the user's own":
+        path = tmp_path / "ckpt" / "mine.ckpt"
+        observer.trainer.save_checkpoint(path)  # type: ignore[attr-defined]
+    else:
+        path.with_name(path.name + ".json").unlink()
+    with pytest.warns(UserWarning, match="has no record"):
+        fit(tmp_path, policy(tmp_path, AtSteps([8]), KeepAll()), ckpt_path=str(path), max_steps=8)
+    assert steps(tmp_path)[-1] == 8
+
+
+def test_a_path_in_the_folder_that_is_not_there_is_said_to_be_missing(tmp_path: Path, drained: None) -> None:
+    fit(tmp_path, policy(tmp_path, AtSteps([4]), KeepAll()), max_steps=4)
+    missing = str(tmp_path / "ckpt" / "step-0000000099.ckpt")
+    with pytest.warns(UserWarning, match="has no record"), pytest.raises(FileNotFoundError, match="step-0000000099"):
+        fit(tmp_path, policy(tmp_path, AtSteps([8])), ckpt_path=missing, max_steps=8)
+
+
+def test_a_save_due_at_the_step_at_which_early_stopping_ends_the_fit(tmp_path: Path, writes: Faults) -> None:
+    """Also while the one before it is still being written."""
+
+    def act(call: int, name: str) -> None:
+        time.sleep(0.3)
+
+    writes.act = act
+    stop = EarlyStopping("train_loss", patience=0, divergence_threshold=-1.0, check_on_train_epoch_end=True)
+    used = policy(tmp_path, AtSteps([9, 10]), KeepAll(), save_on_train_end=True)
+    fit(tmp_path, used, callbacks=[stop])
+    assert steps(tmp_path) == [9, 10]

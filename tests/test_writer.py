@@ -124,3 +124,13 @@ def test_the_interpreter_does_not_wait_for_ever() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert "still unwritten" in done.stderr
+
+
+def test_a_job_that_cannot_be_waited_for_is_given_up() -> None:
+    """It may go on unseen, so it mustn't count as done."""
+    writer = BackgroundWriter()
+    given_up = threading.Event()
+    writer.submit(lambda: None, timeout=float("inf"), on_timeout=given_up.set)
+    assert writer.drain(10)
+    assert given_up.is_set()
+    writer.close(10)
