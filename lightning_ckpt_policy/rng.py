@@ -25,11 +25,13 @@ def collect_rng_state() -> dict[str, Any]:
     >>> (random.random(), torch.rand(1).item()) == drawn
     True
     """
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    version, words, gauss = random.getstate()
+    # a tensor, since to pickle hundreds of numbers takes long
+    state: dict[str, Any] = {"python": (version, torch.tensor(words), gauss), "torch": torch.get_rng_state()}
     if numpy is not None:
-        name, key, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+        name, key, position, has_gauss, cached = numpy.random.get_state(legacy=True)
         assert not isinstance(key, str)
-        state["numpy"] = (str(name), torch.tensor(key.astype("int64")), int(position), int(has_gauss), float(gauss))
+        state["numpy"] = (str(name), torch.tensor(key.astype("int64")), int(position), int(has_gauss), float(cached))
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available():
@@ -39,8 +41,8 @@ def collect_rng_state() -> dict[str, Any]:
 
 def restore_rng_state(state: dict[str, Any]) -> None:
     """Set the generators to what :func:`collect_rng_state` returned; those absent from ``state`` are left alone."""
-    python = state["python"]
-    random.setstate((python[0], tuple(python[1]), python[2]))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(torch.as_tensor(words).tolist()), gauss))
     torch.set_rng_state(state["torch"].cpu())
     if numpy is not None and "numpy" in state:
         name, key, position, has_gauss, gauss = state["numpy"]

@@ -175,12 +175,15 @@ class Still:
     @property
     def covered(self) -> bool:
         """Whether the tensors make up all of its memory, so that nothing else lies in it."""
+        size = self.storage.nbytes()
+        if self.tensors[0].nbytes == size and self.tensors[0].is_contiguous():
+            return True
         end = 0
         for start, stop in sorted(_span(tensor) for tensor in self.tensors):
             if start > end:
                 return False
             end = max(end, stop)
-        return end == self.storage.nbytes()
+        return end == size
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -280,6 +283,13 @@ class Image:
         for chunk, offset, take in self._append(size):
             _copy(chunk, offset, address, take)
             address += take
+
+    def write_small(self, data: bytearray) -> None:
+        """As :meth:`write` for a few bytes that nothing else holds."""
+        source, done = np.frombuffer(data, np.uint8), 0
+        for chunk, offset, take in self._append(len(data)):
+            chunk[offset : offset + take] = source[done : done + take]
+            done += take
 
     def write_storage(self, storage: torch.UntypedStorage, still: Mapping[int, Still]) -> None:
         """Append a storage's bytes, or note them if it is in ``still``; it may lie on a device."""
@@ -467,7 +477,7 @@ class _Sink:
 
     def flush(self) -> None:
         if self._small:
-            self._image.write(memoryview(self._small), {})
+            self._image.write_small(self._small)
             self._small = bytearray()
 
 
