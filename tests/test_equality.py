@@ -56,7 +56,7 @@ class Big(LightningModule):
         return self.last(torch.relu(self.hidden(self.first(batch))))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        return (self(batch + torch.rand(())) - 1).pow(2).mean()
+        return (self(batch + torch.rand((), device=self.device)) - 1).pow(2).mean()
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("val_loss", self(batch).pow(2).mean())
@@ -153,7 +153,7 @@ class OddShapes(Big):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx) * self.scale + self.nothing.sum()
-        others = self.conv(torch.rand(1, 96, 3, 3)), self.spectrum.abs(), self.long, self.short
+        others = self.conv(torch.rand(1, 96, 3, 3, device=self.device)), self.spectrum.abs(), self.long, self.short
         return loss + sum(other.float().pow(2).mean() for other in others)
 
 
@@ -345,7 +345,7 @@ class SparseGradients(Big):
         self.words = nn.Embedding(BIG, BIG, sparse=True)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        return self.words(torch.randint(0, BIG, (8,))).pow(2).mean()
+        return self.words(torch.randint(0, BIG, (8,), device=self.device)).pow(2).mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SparseAdam(self.words.parameters(), lr=0.01)
@@ -368,7 +368,8 @@ class Renormalized(Big):
         self.words = nn.Embedding(BIG, BIG, max_norm=0.5)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) + self.words(torch.randint(0, BIG, (8,))).pow(2).mean()
+        words = self.words(torch.randint(0, BIG, (8,), device=self.device))
+        return super().training_step(batch, batch_idx) + words.pow(2).mean()
 
 
 class NewMemory(Big):
@@ -618,6 +619,21 @@ def one_thread() -> Iterator[None]:
 
 
 FIT: dict[str, Any] = {"train": partial(loader, batches=4), "validate": True, "max_epochs": 2}
+
+
+# these put something on the CPU themselves
+ON_THE_CPU = {"AMP with a scaler", "a tensor as learning rate", "a parameter and something else of one storage"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["overlapped", "eager"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ON_THE_CPU])
+def test_a_checkpoint_of_a_gpu_equals_a_synchronous_save(train: Callable[..., Saves], name: str, mode: str) -> None:
+    case = CASES[name]
+    saves = train(case, {"snapshot": mode}, accelerator="gpu")
+    saves.check(case.discarded if mode == "overlapped" else "")
+    assert any(saves.deferred) == (mode == "overlapped" and not case.eager)
 
 
 @pytest.mark.parametrize("mode", ["overlapped", "eager"])

@@ -415,6 +415,7 @@ def test_what_cannot_be_handed_over_is_saved_as_usual(odd: Callable[[], Any], ca
     assert "all state is copied before training goes on" in caplog.text
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_is_copied_while_it_goes_on() -> None:
     state = {name: torch.nn.Parameter(value.detach().cuda()) for name, value in large().items()}
