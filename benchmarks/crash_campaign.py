@@ -10,13 +10,16 @@ what the end is compared with. Exits with 1 if anything was lost, left or touche
 kept, and how to repeat it is printed. Which moments a training is killed at follows from the seed and its number alone.
 
 Works on any fsspec URL that outlives the process. For a store that isn't a local disk, during means at some moment
-while the request is on its way.
+while the request is on its way. With ``--server`` it starts one of the servers that the tests use, and some trainings
+go on while that server is killed and started again, if it keeps what it has on disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
+import importlib
 import io
 import json
 import multiprocessing
@@ -62,6 +65,7 @@ from lightning_ckpt_policy import (
     snapshot,
 )
 from lightning_ckpt_policy import backends as backends_module
+from lightning_ckpt_policy import remote as remote_module
 from lightning_ckpt_policy.checksum import Checksum
 from lightning_ckpt_policy.errors import SupersededError
 from lightning_ckpt_policy.record import CheckpointRecord
@@ -74,6 +78,8 @@ STEPS = {False: EPOCHS * BATCHES, True: EPOCHS * BATCHES - 3}  # a training ends
 PHASES = ("before", "during", "after")
 POINTS_EACH, MOMENTS_EACH = 7, 2  # kills of one training
 OVERLAPS = 4  # one in so many trainings is an overlap
+OUTAGES = 4  # and one goes on while its server is killed, where that is asked for
+OUTAGE_SECONDS = 0.5  # at most, until the server is started again
 HANGS = 90.0  # seconds an attempt may take
 FOREIGN_RUN = "another-run"
 DIED, SUPERSEDED, FAILED = "died", 3, 4
@@ -252,7 +258,7 @@ class Tripwire:
 
     def __init__(self, notes: Notes, end: int, cut: Cut | None, how: signal.Signals, trace: bool) -> None:
         self.notes, self.end, self.cut, self.how = notes, end, cut, how
-        self.met: Counter[str] | None = Counter()
+        self.met: Counter[str] = Counter()
         self.trace = trace
         self._lock = threading.Lock()
         self._here = threading.local()
@@ -279,6 +285,7 @@ class Tripwire:
             wire._wrap_filesystem(fs, isinstance(backend, backends_module.LocalBackend))
 
         backends_module.Backend.__init__ = init  # type: ignore[method-assign]
+        self._wrap_requests()
         self._wrap_os("replace", "rename")
         self._wrap_os("link", "link")
         self._wrap_os("fsync", "fsync")
@@ -319,6 +326,37 @@ class Tripwire:
                 here.role = outer
 
         setattr(cls, method, wrapped)
+
+    def _wrap_requests(self) -> None:
+        """What an object store is asked for; a payload's requests are sent from a thread of their own."""
+        wire, call = self, remote_module.RemoteBackend._call
+
+        def call_(backend: Any, doing: str, method: str, *args: Any, **kwargs: Any) -> Any:
+            operation = {"pipe_file": "upload", "rm_file": "unlink"}.get(method)
+            if operation is None:
+                return call(backend, doing, method, *args, **kwargs)
+            return wire.around(operation, lambda: call(backend, doing, method, *args, **kwargs))
+
+        remote_module.RemoteBackend._call = call_  # type: ignore[method-assign]
+        for cls in set(remote_module.REMOTE_BACKENDS.values()):
+            for name in ("_begin", "_send", "_complete", "_clean_up"):
+                self._wrap_coroutine(cls, name)
+
+    def _wrap_coroutine(self, cls: type, name: str) -> None:
+        original, wire = getattr(cls, name), self
+
+        async def wrapped(*args: Any, **kwargs: Any) -> Any:
+            phase = wire.meet(f"save/payload/{name.strip('_')}")
+            if phase == "before":
+                wire._die()
+            elif phase == "during":
+                asyncio.get_running_loop().call_later(random.Random().uniform(0, 0.01), wire._die)
+            result = await original(*args, **kwargs)
+            if phase == "after":
+                wire._die()
+            return result
+
+        setattr(cls, name, wrapped)
 
     def _wrap_os(self, name: str, operation: str) -> None:
         original = getattr(os, name)
@@ -375,37 +413,37 @@ class Tripwire:
             operation = {"folder fsync": "folder fsync after unlink"}.get(operation, operation)
         elif operation == "unlink":
             operation = "unlink temporary"
-        where = f"{activity}/{role}/{operation}"
-        cut = self.cut
-        with self._lock:
-            assert self.met is not None
-            if cut is None or not cut.last or self.notes.captured == self.end:
-                self.met[where] += 1
-            hit = cut is not None and cut.where == where and cut.nth == self.met[where]
-            if self.trace and self.met[where] == 1:
-                self.notes.add("met", where=where)
+        phase = self.meet(f"{activity}/{role}/{operation}")
         here.busy = True
         try:
-            if not hit or cut is None:
-                return call()
-            if cut.phase == "before":
+            if phase == "before":
                 self._die()
-            elif cut.phase == "during" and half is not None:
+            elif phase == "during" and half is not None:
                 result = half()
                 self._die()
                 return result
-            elif cut.phase == "during":
+            elif phase == "during":
                 killer = threading.Thread(target=self._die, daemon=True)
                 killer.start()
                 result = call()
                 killer.join()
                 return result
             result = call()
-            if cut.phase == "after":
+            if phase == "after":
                 self._die()
             return result
         finally:
             here.busy = False
+
+    def meet(self, where: str) -> str | None:
+        """Count an operation; the phase of it to die in, None if it isn't the chosen one."""
+        cut = self.cut
+        with self._lock:
+            if cut is None or not cut.last or self.notes.captured == self.end:
+                self.met[where] += 1
+            if self.trace and self.met[where] == 1:
+                self.notes.add("met", where=where)
+            return cut.phase if cut is not None and cut.where == where and cut.nth == self.met[where] else None
 
     def _die(self) -> None:
         if self.how == signal.SIGKILL:
@@ -462,6 +500,8 @@ def train(job: Job, observer: Observer, policy: CheckpointPolicy | None, resume:
     torch.set_num_threads(1)
     # so that this small state is copied in the background too, and written in several pieces past the page cache
     snapshot.DEFER_BYTES, snapshot.CHUNK_BYTES = 1, 4096
+    if not job.url.startswith("s3"):  # which takes no parts as small as that
+        remote_module.PART_BYTES = 4096
     seed_everything(1, verbose=False)
     callbacks: list[Callback] = [observer]
     if policy is not None:
@@ -879,6 +919,7 @@ class Plan:
 
     number: int
     overlap: bool
+    outage: bool
     every: int
     rule: Rule
     drained: bool
@@ -887,7 +928,7 @@ class Plan:
     cuts: tuple[Cut, ...]
 
 
-def make_plan(seed: int, number: int, catalogue: list[str]) -> Plan:
+def make_plan(seed: int, number: int, catalogue: list[str], outages: bool = False) -> Plan:
     """The plan of training ``number``. The points come from a shuffled deck that goes on from training to training."""
     draw = random.Random(f"{seed}/{number}")
     overlap = number % OVERLAPS == OVERLAPS - 1
@@ -916,9 +957,11 @@ def make_plan(seed: int, number: int, catalogue: list[str]) -> Plan:
 
     cuts.sort(key=order)
     drained = draw.random() < 0.6
+    outage = outages and number % OUTAGES == OUTAGES - 2
     return Plan(
         number,
         overlap,
+        outage,
         draw.choice((1, 1, 2, 3)),
         draw.choice(RULES),
         drained,
@@ -935,7 +978,10 @@ LEFT_BEHIND = (
     ("save/payload/rename", "after"),
     ("save/payload/create", "after"),
     ("save/payload/close", "before"),
+    ("save/payload/send", "after"),
+    ("save/payload/complete", "after"),
     ("save/marker/fsync", "after"),
+    ("save/marker/upload", "after"),
     ("save/record/write", "during"),
     ("delete/record/unlink", "after"),
 )
@@ -959,6 +1005,7 @@ class Result:
     number: int
     kills: list[tuple[str, str]] = field(default_factory=list)  # (where, phase); ("", "") for a random moment
     stops: list[tuple[str, str]] = field(default_factory=list)  # of attempts that were overlapped
+    outages: int = 0  # kills of the server
     unmet: int = 0
     starts: int = 0
     saves: int = 0
@@ -974,10 +1021,17 @@ class Run:
     """One training with its plan."""
 
     def __init__(
-        self, plan: Plan, url: str, work: Path, references: dict[bool, Path], seconds: float, options: dict[str, Any]
+        self,
+        plan: Plan,
+        url: str,
+        work: Path,
+        references: dict[bool, Path],
+        seconds: float,
+        options: dict[str, Any],
+        server: Any = None,
     ) -> None:
         work.mkdir(parents=True)
-        self.plan, self.seconds = plan, seconds
+        self.plan, self.seconds, self.server = plan, seconds, server
         self.job = Job(url, work, plan.every, plan.rule, plan.drained, plan.pause, plan.inside, options)
         self.watch = Watch(self.job, references[plan.inside])
         self.result = Result(plan.number)
@@ -989,7 +1043,7 @@ class Run:
         if not self.plan.cuts[0].where.startswith("check/folder/"):
             self.watch.begin()
         try:
-            (self._overlap if self.plan.overlap else self._kill)(report)
+            (self._overlap if self.plan.overlap else self._outage if self.plan.outage else self._kill)(report)
         except (Broken, RuntimeError) as error:
             result.violation = str(error)
         finally:
@@ -1046,6 +1100,21 @@ class Run:
             self._finished([pid], ended)
             self.result.unmet += cut is not None
             break
+        self.result.looks += 1
+        self.watch.at_end([pid])
+
+    def _outage(self, report: Callable[[], object]) -> None:
+        """Kill the server at random moments, and start it again; nothing that was confirmed may be gone."""
+        draw = random.Random(self.plan.number)
+        pid = self._start(None)
+        while (ended := self._end(pid, draw.uniform(0.05, 0.5) * self.seconds)) is None:
+            self.server.kill()
+            time.sleep(draw.uniform(0, OUTAGE_SECONDS))
+            self.server.start()
+            self.result.outages += 1
+            self.result.log.append("    the server was killed and started again")
+            report()
+        self._finished([pid], ended)
         self.result.looks += 1
         self.watch.at_end([pid])
 
@@ -1130,9 +1199,12 @@ def scout(url: str, work: Path, options: dict[str, Any]) -> tuple[dict[bool, Pat
     references = {inside: work / f"undisturbed-{inside}.pt" for inside in (False, True)}
     met: set[str] = set()
     seconds = 0.0
-    lefts = (*(Cut(*left) for left in LEFT_BEHIND[:3]), Cut(*LEFT_BEHIND[-1]))
-    turns: list[tuple[bool, Cut | None]] = [(False, None), (True, None), *((False, left) for left in lefts)]
-    for turn, (inside, left) in enumerate(turns):
+    turns: list[tuple[bool, Cut | None]] = [(False, None), (True, None)]
+    for turn in range(6):
+        if turn == len(turns):
+            known = [Cut(*left) for left in LEFT_BEHIND if left[0] in met]
+            turns += [(False, left) for left in (*known[:3], known[-1])]
+        inside, left = turns[turn]
         job = Job(f"{url}/scout-{turn}", work / str(turn), rule=Rule(last=1), inside=inside, options=options)
         job.work.mkdir()
         for cut in (left, None) if left is not None else (None,):
@@ -1174,26 +1246,42 @@ class Settings:
     references: dict[bool, Path]
     catalogue: list[str]
     seconds: float
+    server: str | None
 
 
 def lane(connection: multiprocessing.connection.Connection, settings: Settings) -> None:
     """A process without threads that runs the trainings it is told, one after another."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while (number := connection.recv()) is not None:
-        plan = make_plan(settings.seed, number, settings.catalogue)
-        run = Run(
-            plan,
-            f"{settings.url}/training-{number}",
-            settings.folder / f"training-{number}",
-            settings.references,
-            settings.seconds,
-            settings.options,
-        )
-        result = run.go(lambda: connection.send(None))
-        connection.send(result)
-        if not result.violation:
-            in_child(discard, run.job)
-            shutil.rmtree(run.job.work)
+    with store(settings.url, settings.options, settings.server) as (url, options, server):
+        while (number := connection.recv()) is not None:
+            plan = make_plan(settings.seed, number, settings.catalogue, server is not None and server.lasting)
+            folder = settings.folder / f"training-{number}"
+            run = Run(plan, f"{url}/training-{number}", folder, settings.references, settings.seconds, options, server)
+            result = run.go(lambda: connection.send(None))
+            connection.send(result)
+            if not result.violation:
+                if server is None:  # its folder goes with it
+                    in_child(discard, run.job)
+                shutil.rmtree(run.job.work)
+
+
+@contextlib.contextmanager
+def store(url: str, options: dict[str, Any], name: str | None) -> Iterator[tuple[str, dict[str, Any], Any]]:
+    """Where to work: the URL given, or a bucket of a server of this process's own."""
+    if name is None:
+        yield url, options, None
+        return
+    with servers().SERVERS[name]() as server:
+        yield f"{in_child(lambda: server.bucket)}/campaign", server.options(), server
+
+
+def servers() -> Any:
+    """The tests' module of servers."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    try:
+        return importlib.import_module("tests.servers")
+    finally:
+        sys.path.pop(0)
 
 
 def discard(job: Job) -> None:
@@ -1227,9 +1315,10 @@ class Tally:
             left.update(result.left)
         protocol = "local path" if arguments.url is None else arguments.url.split("://", 1)[0]
         if "://" not in (arguments.url or ""):
-            protocol = "local path"
+            protocol = arguments.server or "local path"
         return {
-            "command": f"python benchmarks/crash_campaign.py --kills {arguments.kills} --seed {arguments.seed}",
+            "command": f"python benchmarks/crash_campaign.py --kills {arguments.kills} --seed {arguments.seed}"
+            + (f" --server {arguments.server}" if arguments.server else ""),
             "store": protocol,
             "seed": arguments.seed,
             "versions": {
@@ -1243,6 +1332,7 @@ class Tally:
             "kills": self.kills,
             "kills_at_a_step_of_the_protocol": self.kills - moments,
             "kills_at_a_random_moment": moments,
+            "kills_of_the_server": self.total("outages"),
             "trainings": len(self.results),
             "starts": self.total("starts"),
             "overlaps": sum(len(result.stops) for result in self.results),
@@ -1333,6 +1423,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="folder to work in, any fsspec URL (default: a temporary local folder)")
     parser.add_argument("--storage-options", type=json.loads, default={}, help="the filesystem's options, as JSON")
+    parser.add_argument("--server", help="instead of --url: start this server of tests/servers.py, such as moto")
     parser.add_argument("--kills", type=int, default=200, help="stop after so many (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="seed of all plans (default: 0)")
     parser.add_argument("--parallel", type=int, default=2, help="trainings at a time (default: 2)")
@@ -1344,6 +1435,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in ("kills", "parallel"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} {getattr(arguments, name)}: give at least 1")
+    if arguments.server is not None and (arguments.url or arguments.server not in servers().SERVERS):
+        parser.error(f"--server {arguments.server}: give one of {', '.join(servers().SERVERS)}, and no --url")
     if (arguments.url or "").startswith("memory:"):
         parser.error("--url memory://...: it dies with the process that is killed; give a store that doesn't")
     return arguments
@@ -1358,8 +1451,11 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="crash-campaign-"))
     url = str(folder / "store") if arguments.url is None else f"{arguments.url.rstrip('/')}/{folder.name}"
     began = time.monotonic()
-    references, catalogue, seconds = scout(url, folder / "scout", arguments.storage_options)
-    settings = Settings(url, folder, arguments.seed, arguments.storage_options, references, catalogue, seconds)
+    with store(url, arguments.storage_options, arguments.server) as (where, options, _):
+        references, catalogue, seconds = scout(where, folder / "scout", options)
+    settings = Settings(
+        url, folder, arguments.seed, arguments.storage_options, references, catalogue, seconds, arguments.server
+    )
     tally = drive(settings, arguments, console)
     took = time.monotonic() - began
     if arguments.out is not None:
@@ -1379,10 +1475,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     for result in bad:
         where = f"--url {arguments.url} " if arguments.url else ""
+        where += f"--server {arguments.server} " if arguments.server else ""
         text = [
             f"Training {result.number}, after kill {len(result.kills)}: {result.violation}",
             *result.log,
-            f"Kept: {folder / f'training-{result.number}'} (notes, logs) and {url}/training-{result.number}",
+            f"Kept: {folder / f'training-{result.number}'} (notes, logs)"
+            + ("" if arguments.server else f" and {url}/training-{result.number}"),
             f"Repeat: python benchmarks/crash_campaign.py {where}--seed {arguments.seed} --only {result.number}",
         ]
         console.print("\n".join(text), style="red", markup=False, highlight=False)

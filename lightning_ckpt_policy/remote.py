@@ -29,6 +29,7 @@ from lightning_ckpt_policy import retry
 from lightning_ckpt_policy.backends import CHUNK_BYTES, Backend, redact_error, size_error
 from lightning_ckpt_policy.checksum import Checksum
 from lightning_ckpt_policy.errors import BucketNotFoundError
+from lightning_ckpt_policy.rng import draw_apart
 
 PART_BYTES = 16 << 20
 CONNECTIONS = 8
@@ -90,6 +91,7 @@ class RemoteBackend(Backend, ABC):
     def __init__(self, fs: Any, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
         super().__init__(fs, root, storage_options)
         self._limits = threading.local()
+        draw_apart(_CLIENTS)
 
     # Requests
 

@@ -1,8 +1,16 @@
-"""The state of every random number generator, in a form that ``torch.load(weights_only=True)`` reads."""
+"""The state of every random number generator, in a form that ``torch.load(weights_only=True)`` reads.
+
+And what lets other code draw from a generator that isn't the training's.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import random
+import sys
+import types
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -52,3 +60,31 @@ def restore_rng_state(state: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(device_state.cpu(), device)
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"].cpu())
+
+
+@functools.cache
+def _other_random() -> types.ModuleType:
+    """A second copy of Python's ``random``, with a generator of its own."""
+    spec = importlib.util.find_spec("random")
+    assert spec is not None
+    assert spec.loader is not None
+    other = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(other)
+    return other
+
+
+def draw_apart(packages: Collection[str]) -> None:
+    """Let the modules of some packages that are loaded by now draw from another generator than the training does.
+
+    The clients of object stores draw from Python's global one for the waits between their retries, so that a store
+    which fails for a moment would change the random numbers of a training.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in packages and getattr(module, "random", None) is random:
+            module.random = _other_random()  # type: ignore[attr-defined]
+    backoff: Any = getattr(sys.modules.get("botocore.retries.standard"), "ExponentialBackoff", None)
+    if backoff is not None:  # it holds the function itself
+        apart = {random.random: _other_random().random}
+        backoff.__init__.__defaults__ = tuple(
+            apart.get(default, default) for default in backoff.__init__.__defaults__ or ()
+        )

