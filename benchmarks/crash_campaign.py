@@ -28,6 +28,7 @@ import os
 import pickle
 import platform
 import random
+import re
 import select
 import shutil
 import signal
@@ -83,6 +84,7 @@ OUTAGE_SECONDS = 0.5  # at most, until the server is started again
 HANGS = 90.0  # seconds an attempt may take
 FOREIGN_RUN = "another-run"
 DIED, SUPERSEDED, FAILED = "died", 3, 4
+PART = re.compile(r"\.(.+\.ckpt)\.[0-9a-f]{8}\.part-[-0-9]+$")  # of an upload to Google Cloud Storage
 T = TypeVar("T")
 
 
@@ -457,6 +459,8 @@ def role_of(name: str) -> str:
     """What a file of a store is, by its name."""
     if name.startswith("attempts/"):
         return "attempt" if name.endswith(".json") else "temporary"
+    if PART.match(name):
+        return "part"
     for suffix, role in ((".pending", "marker"), (".json", "record"), (".tmp", "temporary"), ("probe", "probe")):
         if name.endswith(suffix):
             return "probe" if name == ".write-test.tmp" else role
@@ -738,6 +742,8 @@ def survey(job: Job, foreign: dict[str, bytes]) -> Survey:
                 found.loaded += 1
                 if name + ".pending" not in found.names:
                     problems.append(f"{name!r} has neither record nor marker: nobody will ever sweep it")
+            elif role == "part" and PART.sub(r"\1.pending", name) not in found.names:
+                problems.append(f"{name!r} is a part of an upload without a marker: nobody will ever sweep it")
             elif role == "marker" and json.loads(backend.read(name))["name"] + ".pending" != name:
                 problems.append(f"the marker {name!r} names another file")
         except Exception as error:
