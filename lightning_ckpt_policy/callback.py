@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
 import time
 import uuid
@@ -386,6 +387,7 @@ class CheckpointPolicy(Checkpoint):
         """The checkpoint that ``ckpt_path="last"`` stands for, or ``None`` if nothing was saved yet."""
         store = self._bind(trainer)
         records = store.records()
+        self._tell_of_lost_records(store, records)
         if not records:
             return None
         candidates = _lineage(records)
@@ -409,6 +411,21 @@ class CheckpointPolicy(Checkpoint):
             f"(newest: {candidates[0].path!r}). Pass an older checkpoint's path, or move the damaged ones away to "
             "start afresh"
         )
+
+    def _tell_of_lost_records(self, store: CheckpointStore, records: list[CheckpointRecord]) -> None:
+        """Warn of files named like this policy's, past the newest checkpoint, that nothing vouches for."""
+        newest = max((record.step for record in records), default=-1)
+        names = store.backend.names()
+        lost = sorted(
+            name
+            for name in names
+            if not names & {f"{name}.json", f"{name}.pending"} and _step_in(name, self.filename) > newest
+        )
+        if lost:
+            rank_zero_warn(
+                f"CheckpointPolicy: {', '.join(lost)} in {store.url!r} has no record, which was lost or never written, "
+                'and is passed over by ckpt_path="last". If it is yours and whole, pass its path as ckpt_path'
+            )
 
     def _open(self, path: str) -> BinaryIO | None:
         """Open a checkpoint of this store, verified while it is read; ``None`` if ``path`` isn't one."""
@@ -1521,6 +1538,12 @@ def _optimized(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str,
                 for key, value in state.items() if isinstance(state, Mapping) else ():
                     if isinstance(value, torch.Tensor):
                         yield f"{name} ({key})", value
+
+
+def _step_in(name: str, filename: str) -> int:
+    """The step in a checkpoint's name, -1 if it isn't one of this template."""
+    steps = [int(digits) for digits in re.findall(r"\d+", name)]
+    return next((step for step in steps if f"{filename.format(step=step)}.ckpt" == name), -1)
 
 
 def _shortened(reason: str) -> str:

@@ -629,6 +629,23 @@ def test_only_missing_payloads_are_an_error(tmp_path: Path, two_saved: list[Path
         fit(tmp_path, policy(tmp_path, EveryNTrainSteps(4)), ckpt_path="last")
 
 
+@pytest.mark.parametrize(("lost", "begins_at"), [([8], 4), ([4, 8], 0), ([4], 8)])
+def test_a_checkpoint_whose_record_is_lost_is_told_of(
+    tmp_path: Path, two_saved: list[Path], lost: list[int], begins_at: int
+) -> None:
+    for record in records(tmp_path):
+        if record.step in lost:
+            (tmp_path / "ckpt" / f"{record.path}.json").unlink()
+    (tmp_path / "ckpt" / "mine-0000000099.ckpt").write_bytes(b"not named like ours")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen = fit(tmp_path, policy(tmp_path, EveryNTrainSteps(99)), ckpt_path="last")
+    assert seen.batches[0][0] == begins_at
+    told = [str(w.message) for w in caught if "has no record" in str(w.message)]
+    assert len(told) == (8 in lost)
+    assert all(two_saved[1].name in text and "mine" not in text for text in told)
+
+
 def test_an_explicit_damaged_path_is_an_error(tmp_path: Path, two_saved: list[Path]) -> None:
     flip(two_saved[1])
     with pytest.raises(DamagedCheckpointError, match=rf'{two_saved[1].name}.*Pass ckpt_path="last"'):
