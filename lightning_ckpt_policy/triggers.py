@@ -610,7 +610,8 @@ class PhaseSchedule(Trigger):
     ()
     """
 
-    phases: Sequence[tuple[int | float | str | None, Trigger | list[Trigger]]]
+    # the tuple comes first for LightningCLI, which replaces the members of a nested list by what it makes of them
+    phases: Sequence[tuple[int | float | str | None, Trigger | tuple[Trigger, ...] | list[Trigger]]]
     by: By = "step"
     save_at_end: bool = False
 
