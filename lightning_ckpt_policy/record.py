@@ -67,6 +67,8 @@ class CheckpointRecord:
         weights_only: Whether optimizer and loop state are left out, so that it can't be resumed from.
         pinned: Retention never deletes it.
         damaged: Its payload was found not to match; it doesn't count for retention and isn't deleted by it.
+        doomed: The ``sequence`` of each checkpoint that retention deletes together with this one and before it, noted
+            before the first of them goes; empty otherwise.
         held_seconds: How long the training loop was held by this save, seconds.
         write_seconds: How long writing the payload took in the background, seconds.
 
@@ -94,6 +96,7 @@ class CheckpointRecord:
     weights_only: bool = False
     pinned: bool = False
     damaged: bool = False
+    doomed: tuple[int, ...] = ()
     held_seconds: float | None = None
     write_seconds: float | None = None
 
@@ -105,7 +108,7 @@ class CheckpointRecord:
         values: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
         for f in fields(self):
             values[f.name] = getattr(self, f.name)
-        values["reason"] = list(self.reason)
+        values["reason"], values["doomed"] = list(self.reason), list(self.doomed)
         values["metrics"] = {k: v if math.isfinite(v) else str(v) for k, v in self.metrics.items()}
         values[CHECKSUM_FIELD] = _own_checksum(values)
         return (json.dumps(values, indent=1, allow_nan=False) + "\n").encode()
@@ -136,8 +139,7 @@ class CheckpointRecord:
                 raise RecordError(f"{CHECKSUM_FIELD}={expected!r} doesn't fit the other fields: the record is damaged")
         known = {f.name for f in fields(cls)}
         kept = {k: v for k, v in values.items() if k in known}
-        if isinstance(kept.get("reason"), list):
-            kept["reason"] = tuple(kept["reason"])
+        kept |= {name: tuple(kept[name]) for name in ("reason", "doomed") if isinstance(kept.get(name), list)}
         if isinstance(kept.get("metrics"), dict):
             kept["metrics"] = {
                 k: _NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in kept["metrics"].items()
@@ -188,6 +190,11 @@ def _check(record: CheckpointRecord) -> None:
         "reason",
         isinstance(record.reason, tuple) and all(isinstance(r, str) for r in record.reason),
         "a list of strings",
+    )
+    need(
+        "doomed",
+        isinstance(record.doomed, tuple) and all(_is_int(sequence) and sequence >= 1 for sequence in record.doomed),
+        "a list of integers >= 1",
     )
     need(
         "metrics",

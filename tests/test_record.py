@@ -45,6 +45,7 @@ GOOD: dict[str, Any] = {
     "weights_only": False,
     "pinned": False,
     "damaged": False,
+    "doomed": [1, 2],
     "held_seconds": 0.1,
     "write_seconds": None,
 }

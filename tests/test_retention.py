@@ -11,7 +11,7 @@ from typing import Any
 import jsonargparse
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from lightning_ckpt_policy import retention
@@ -541,6 +541,24 @@ def test_a_restart_at_any_point_leads_to_the_same_store(
 ) -> None:
     undisturbed = store_after(rule, saves, fails=lambda: False, restart=lambda: False)
     assert store_after(rule, saves, fails=lambda: False, restart=lambda: random.random() < 0.3) == undisturbed
+
+
+@unhurried
+@given(everything, histories(), st.lists(st.integers(-1, 5), max_size=3))
+@example(KeepLast(2) & KeepBest(2, "loss"), history(1, 3, 2), [1])
+@example(KeepUnder(5, KeepBest(2, "loss") | KeepLast(2)), sizes(6, 3, 1, loss=[1, 2, 3]), [1])
+def test_a_kill_between_two_deletes_changes_nothing(
+    rule: Retention, records: list[CheckpointRecord], kills: list[int]
+) -> None:
+    undisturbed = {r.sequence for r in without(records, planned(rule, records))}
+    for deletes in [*kills, len(records)]:
+        gone = plan(rule, records, now=NOW)
+        if len(gone) > 1 and deletes >= 0:
+            noted = dataclasses.replace(gone[-1], doomed=tuple(r.sequence for r in gone[:-1]))
+            records = [noted if r is gone[-1] else r for r in records]
+        records = without(records, [r.sequence for r in gone[: max(0, deletes)]])
+        records = [CheckpointRecord.from_json(r.to_json()) for r in records]
+    assert {r.sequence for r in records} == undisturbed
 
 
 @unhurried
