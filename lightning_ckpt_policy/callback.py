@@ -787,7 +787,9 @@ class CheckpointPolicy(Checkpoint):
 
     def _stops(self, now: Progress) -> bool:
         """Whether a signal ends the fit at this save point. After SIGTERM Lightning ends every fit."""
-        return bool(now.signals) and (SIGTERM in now.signals or self.trigger.stops(now, self._since))
+        return bool(now.signals) and (
+            SIGTERM in now.signals or self._arrivals.held is not None or self.trigger.stops(now, self._since)
+        )
 
     def _gradients_pending(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         # in manual optimization nobody but the module knows its windows: the end of one is a batch that stepped
@@ -830,7 +832,9 @@ class CheckpointPolicy(Checkpoint):
                 f"CheckpointPolicy: {' and '.join(sorted(now.signals))} ends this fit at step {now.step}; the newest "
                 f"confirmed checkpoint is {self.last_model_path or 'none'}"
             )
-            _lightning.stop_as_after_sigterm(trainer)
+            if self._arrivals.held is None:
+                _lightning.stop_as_after_sigterm(trainer)
+        self._arrivals.raise_held()
 
     def _settle(self, reasons: tuple[str, ...], metrics: Mapping[str, float]) -> tuple[str, ...]:
         if not reasons or self._superseded:
@@ -1117,6 +1121,7 @@ class CheckpointPolicy(Checkpoint):
             self._release()
             self._arrivals.restore()
             self._staging.clear()
+        self._arrivals.raise_held()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where nothing was left to train, still clear up after a save or delete that was interrupted."""

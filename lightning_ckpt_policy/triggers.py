@@ -382,8 +382,9 @@ class OnSignal(Trigger):
     ends every fit after SIGTERM, also without ``stop``, but not before the state is saved.
 
     The handler only counts, calls the one that was there before (except Python's own for Ctrl-C), and is gone after the
-    fit. A signal should go to the training process, not to its process group: loader workers that get it end. Their end
-    interrupts no batch and the state is still saved, but the fit may then end with torch's error about them.
+    fit. What the earlier one raises ends the fit once the state is saved. A signal should go to the training process,
+    not to its process group: loader workers that get it end. Their end interrupts no batch and the state is still
+    saved, but the fit may then end with torch's error about them.
 
     Args:
         signals: Names, or members of ``signal.Signals``; one alone needs no list. By default SIGTERM.
