@@ -362,9 +362,19 @@ class OnImprovement(Trigger):
         return (repr(self),) if better else ()
 
 
-# what a handler in Python can't catch, and what it can't go on after
-_UNCATCHABLE = frozenset({"SIGKILL", "SIGSTOP"})
-_FAULTS = frozenset({"SIGSEGV", "SIGFPE", "SIGILL", "SIGBUS", "SIGABRT", "SIGSYS", "SIGTRAP"})
+# why a signal is refused, by its name
+_REFUSED = {
+    name: why
+    for why, names in (
+        ("no process can catch it", "SIGKILL SIGSTOP"),
+        ("the process can't go on after it", "SIGSEGV SIGFPE SIGILL SIGBUS SIGABRT SIGSYS SIGTRAP"),
+        ("it comes whenever a child ends, such as a loader worker", "SIGCHLD"),
+        ("it comes with ordinary input and output", "SIGPIPE SIGIO SIGURG SIGTTIN SIGTTOU"),
+        ("it comes whenever a stopped process goes on or its terminal changes", "SIGCONT SIGWINCH"),
+        ("it belongs to who sets a timer: profilers and time limits", "SIGALRM SIGVTALRM SIGPROF"),
+    )
+    for name in names.split()
+}
 
 
 @dataclass(frozen=True)
@@ -391,7 +401,8 @@ class OnSignal(Trigger):
         stop: Whether the fit ends after that save. Without it, training goes on, except after SIGTERM.
 
     Raises:
-        ValueError: There is none, this platform lacks one of them, or it can't be caught.
+        ValueError: There is none, this platform lacks one of them, it can't be caught, or it comes in the ordinary
+            course of a training (SIGCHLD, SIGALRM and the like).
 
     >>> OnSignal(["SIGUSR1"]).due(now=Progress(signals={"SIGUSR1": 1}), since=Progress())
     ("OnSignal(signals=('SIGUSR1',), stop=False)",)
@@ -443,16 +454,12 @@ def _signal_name(value: object) -> str:
     if member is None:
         raise ValueError(
             f"signals={shown(value)}: this platform has no such signal; write {_SIGNAL_EXAMPLE} or another of "
-            f"{', '.join(sorted(name for name in signal.Signals.__members__ if _can_be_caught(name)))}"
+            f"{', '.join(sorted(other.name for other in signal.Signals if other.name not in _REFUSED))}"
         )
-    if not _can_be_caught(member.name):
-        why = "no process can catch it" if member.name in _UNCATCHABLE else "the process can't go on after it"
+    if member.name in _REFUSED:
+        why = _REFUSED[member.name]
         raise ValueError(f"signals={member.name!r}: {why}; write {_SIGNAL_EXAMPLE}, or save before with EveryInterval")
     return member.name
-
-
-def _can_be_caught(name: str) -> bool:
-    return name not in _UNCATCHABLE | _FAULTS
 
 
 @dataclass(frozen=True)

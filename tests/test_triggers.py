@@ -763,6 +763,10 @@ def test_bad_interval(bad: dict[str, Any], start: str) -> None:
         (lambda: OnSignal(["SIGTERM", "SIGKILL"]), "signals='SIGKILL': no process can catch it; write OnSignal("),
         (lambda: OnSignal([signal.SIGSTOP]), "signals='SIGSTOP': no process can catch it"),
         (lambda: OnSignal("SIGSEGV"), "signals='SIGSEGV': the process can't go on after it"),
+        (lambda: OnSignal("SIGCLD"), "signals='SIGCHLD': it comes whenever a child ends, such as a loader worker; write"),
+        (lambda: OnSignal("SIGPIPE"), "signals='SIGPIPE': it comes with ordinary input and output"),
+        (lambda: OnSignal(signal.SIGCONT), "signals='SIGCONT': it comes whenever a stopped process goes on"),
+        (lambda: OnSignal("SIGALRM"), "signals='SIGALRM': it belongs to who sets a timer"),
         (lambda: OnSignal(stop=1), "stop=1: True or False was expected"),
         (
             lambda: AdaptiveInterval(mtbf=0),
