@@ -348,7 +348,7 @@ class KeepUnder(Retention):
     KeepUnder('2TB', of=KeepLast(n=2) | KeepEveryNSteps(n=1000, last=5) | KeepBest(n=3, monitor='val_loss', mode='min'))
     """
 
-    budget: int | str
+    budget: int | float | str
     of: Retention | list[Retention] = KeepAll()
 
     def __post_init__(self) -> None:

@@ -656,8 +656,8 @@ def test_class_path_and_init_args(config: object, expected: Retention) -> None:
             "hours=-1: a finite number of at least 0 was expected; write KeepWithin(",
         ),
         (
-            lambda: KeepUnder("500", LAST),
-            "budget='500': a number of bytes above 0 was expected, whole or with a unit",
+            lambda: KeepUnder("500G", LAST),
+            "budget='500G': a number of bytes above 0 was expected, whole (5e11) or with a unit",
         ),
         (lambda: KeepUnder(0, LAST), "budget=0: a number of bytes above 0"),
         (lambda: KeepUnder("lots", LAST), "budget='lots': a number of bytes above 0"),
