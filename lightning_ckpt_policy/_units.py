@@ -71,8 +71,8 @@ def duration(field: str, value: object, example: str) -> str:
             seconds = math.inf
     if not 0 < seconds < math.inf:
         raise ValueError(
-            f"{field}={shown(value)}: a length of time above 0 was expected, in seconds (5400), with the units d, h, m, "
-            f"s (1h30m) or as h:mm:ss (1:30:00); write for example {example}"
+            f"{field}={shown(value)}: a length of time above 0 was expected, in seconds (5400), with units d, h, m, s "
+            f"(1h30m) or as h:mm:ss (1:30:00); write for example {example}"
         )
     return shown_seconds(seconds)
 
