@@ -773,7 +773,7 @@ def test_bad_interval(bad: dict[str, Any], start: str) -> None:
         (lambda: OnSignal(stop=1), "stop=1: True or False was expected"),
         (
             lambda: AdaptiveInterval(mtbf=0),
-            "mtbf=0: a length of time above 0 was expected, in seconds (5400), with the",
+            "mtbf=0: a length of time above 0 was expected, in seconds (5400), with",
         ),
         (lambda: AdaptiveInterval(min="0"), "min='0': a length of time above 0 was expected"),
         (lambda: AdaptiveInterval(min=-1), "min=-1: a length of time"),
