@@ -912,6 +912,7 @@ class CheckpointPolicy(Checkpoint):
         request: SaveRequest | None = None
         draft: dict[str, Any] = {}
         if self._ledger is not None:
+            cost = typical_cost(self._costs)
             draft = {
                 "step": now.step,
                 "epoch": now.epoch,
@@ -924,6 +925,8 @@ class CheckpointPolicy(Checkpoint):
                 "point": point,
                 "world_size": trainer.world_size,
                 "weights_only": self.save_weights_only,
+                # of the saves before, since how much this one slows training is only known after it
+                "slowed_seconds": cost.slowdown if self._paced and cost is not None else None,
             }
             request = SaveRequest(self._staging, still_storages(_optimized(trainer, module)) if overlapped else {})
         self._capturing = (now, point)

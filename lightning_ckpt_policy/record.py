@@ -71,6 +71,8 @@ class CheckpointRecord:
             before the first of them goes; empty otherwise.
         held_seconds: How long the training loop was held by this save, seconds.
         write_seconds: How long writing the payload took in the background, seconds.
+        slowed_seconds: How much later training is in the end because of a save, beside the time for which it is held, as
+            measured before this one, seconds; None where nobody measured it.
 
     >>> record = CheckpointRecord(
     ...     path="step-0000000010.ckpt", step=10, epoch=1, sequence=1, run_id="a", created_at=0.0,
@@ -99,6 +101,7 @@ class CheckpointRecord:
     doomed: tuple[int, ...] = ()
     held_seconds: float | None = None
     write_seconds: float | None = None
+    slowed_seconds: float | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -206,6 +209,6 @@ def _check(record: CheckpointRecord) -> None:
     need("point", isinstance(record.point, str), "a string")
     for name in ("weights_only", "pinned", "damaged"):
         need(name, isinstance(getattr(record, name), bool), "true or false")
-    for name in ("held_seconds", "write_seconds"):
+    for name in ("held_seconds", "write_seconds", "slowed_seconds"):
         value = getattr(record, name)
         need(name, value is None or (_is_number(value) and math.isfinite(value) and value >= 0), "seconds >= 0 or null")
