@@ -71,7 +71,7 @@ class CheckpointRecord:
             before the first of them goes; empty otherwise.
         held_seconds: How long the training loop was held by this save, seconds.
         write_seconds: How long writing the payload took in the background, seconds.
-        slowed_seconds: How much later training is in the end because of a save, beside the time for which it is held, as
+        slowed_seconds: How much later training is in the end because of a save, beside the time it is held for, as
             measured before this one, seconds; None where nobody measured it.
 
     >>> record = CheckpointRecord(
