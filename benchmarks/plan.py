@@ -284,6 +284,7 @@ def main() -> None:
     parser.add_argument("--confirm", help="from the capture to the confirmation")
     parser.add_argument("--mtbf", default="1d", help="mean time between failures of the whole job")
     parser.add_argument("--restart", default="10m", help="from a failure until training goes on")
+    parser.add_argument("--epoch-steps", type=int, help="optimizer steps per epoch")
     parser.add_argument("--validation-steps", type=int, help="optimizer steps from one validation to the next")
     parser.add_argument("--duration", default="30d", help="how long to train")
     parser.add_argument("--compute-price", type=float, default=0.0, help="of an hour of all machines")
@@ -307,11 +308,17 @@ def main() -> None:
             confirm_seconds=seconds("confirm"),
             mtbf_seconds=seconds("mtbf"),
             restart_seconds=seconds("restart"),
+            epoch_steps=args.epoch_steps,
             validation_steps=args.validation_steps,
         )
         rules = rules_of(args.config)
         outcome = simulate(job, rules.trigger, rules.retention, duration=seconds("duration"), metrics=loss)
         show(console, str(args.config), {args.config.stem: (outcome, args.compute_price)})
+        if not outcome.saves:
+            hint = "give --epoch-steps or --validation-steps if it counts those"
+            console.print(
+                f"Nothing was saved: {rules.trigger!r} was never due; {hint}.", highlight=False, soft_wrap=True
+            )
         return
 
     started = time.perf_counter()

@@ -55,7 +55,7 @@ def test_the_committed_comparison_is_within_five_percent() -> None:
     ("text", "status", "told"),
     [
         ("trainer: {callbacks: [{class_path: lightning_ckpt_policy.CheckpointPolicy}]}", 0, "Cost:"),
-        ("trainer: {callbacks: {class_path: x.CheckpointPolicy, init_args: {trigger: null}}}", 0, "Cost:"),
+        ("trainer: {callbacks: {class_path: x.CheckpointPolicy, init_args: {trigger: null}}}", 0, "give --epoch-steps"),
         ("trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.Timer}]}", 1, "no CheckpointPolicy"),
         ("seed_everything: 1", 1, "no CheckpointPolicy"),
         ("", 1, "no CheckpointPolicy"),
