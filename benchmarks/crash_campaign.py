@@ -40,7 +40,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -867,7 +867,7 @@ class Watch:
             raise Broken("; ".join(found.problems))
         for record in found.records:
             known = self.history.setdefault(record.path, record)
-            if known != record:
+            if known != replace(record, doomed=known.doomed):  # noted before it is deleted
                 raise Broken(f"the record of {record.path!r} changed since it was confirmed")
         there = {record.path for record in found.records}
         missing = self.history.keys() - there

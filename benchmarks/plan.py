@@ -127,13 +127,15 @@ def rules_of(config: Path) -> Rules:
     """The trigger and the retention of the first CheckpointPolicy in a LightningCLI configuration."""
     read = yaml.safe_load(config.read_text()) or {}
     callbacks = (read.get("trainer") or {}).get("callbacks") or []
-    found = [c for c in callbacks if str(c.get("class_path", "")).rpartition(".")[2] == "CheckpointPolicy"]
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    specs = [{"class_path": callback} if isinstance(callback, str) else callback for callback in callbacks]
+    found = [spec for spec in specs if str(spec.get("class_path", "")).rpartition(".")[2] == "CheckpointPolicy"]
     if not found:
-        raise SystemExit(f"--config {config}: no CheckpointPolicy is among trainer.callbacks; name a file that has one")
-    policy = {**DEFAULTS, **(found[0].get("init_args") or {})}
+        raise ValueError(f"--config {config}: no CheckpointPolicy is among trainer.callbacks; name a file that has one")
+    given = found[0].get("init_args") or {}
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Rules, "rules")
-    parsed = parser.parse_object({"rules": {name: policy[name] for name in ("trigger", "retention")}})
+    parsed = parser.parse_object({"rules": {name: given.get(name) or default for name, default in DEFAULTS.items()}})
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the name before 4.49
     rules: Rules = instantiate(parsed).rules
     return rules
@@ -282,6 +284,7 @@ def main() -> None:
     parser.add_argument("--confirm", help="from the capture to the confirmation")
     parser.add_argument("--mtbf", default="1d", help="mean time between failures of the whole job")
     parser.add_argument("--restart", default="10m", help="from a failure until training goes on")
+    parser.add_argument("--epoch-steps", type=int, help="optimizer steps per epoch")
     parser.add_argument("--validation-steps", type=int, help="optimizer steps from one validation to the next")
     parser.add_argument("--duration", default="30d", help="how long to train")
     parser.add_argument("--compute-price", type=float, default=0.0, help="of an hour of all machines")
@@ -292,23 +295,30 @@ def main() -> None:
 
     def seconds(field: str) -> float:
         value = getattr(args, field)
-        text = float(value) if value.replace(".", "", 1).isdigit() else value
-        return seconds_in(duration(f"--{field}", text, f"--{field} 30s"))
+        if value in (None, "0") and field in ("held", "slowdown", "confirm", "restart"):
+            return 0.0
+        return seconds_in(duration(f"--{field}", value, f"--{field} 30s"))
 
     if args.config is not None:
         job = Job(
             step_seconds=seconds("step"),
             checkpoint_bytes=bytes_in(byte_size("--checkpoint", args.checkpoint, "--checkpoint 10GB")),
             held_seconds=seconds("held"),
-            slowdown_seconds=0.0 if args.slowdown is None else seconds("slowdown"),
-            confirm_seconds=0.0 if args.confirm is None else seconds("confirm"),
+            slowdown_seconds=seconds("slowdown"),
+            confirm_seconds=seconds("confirm"),
             mtbf_seconds=seconds("mtbf"),
             restart_seconds=seconds("restart"),
+            epoch_steps=args.epoch_steps,
             validation_steps=args.validation_steps,
         )
         rules = rules_of(args.config)
         outcome = simulate(job, rules.trigger, rules.retention, duration=seconds("duration"), metrics=loss)
         show(console, str(args.config), {args.config.stem: (outcome, args.compute_price)})
+        if not outcome.saves:
+            hint = "give --epoch-steps or --validation-steps if it counts those"
+            console.print(
+                f"Nothing was saved: {rules.trigger!r} was never due; {hint}.", highlight=False, soft_wrap=True
+            )
         return
 
     started = time.perf_counter()
@@ -344,4 +354,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ValueError, jsonargparse.ArgumentError) as error:
+        sys.exit(str(error))

@@ -22,6 +22,8 @@ _TIME_NAMES = {
     for name in names.split()
 }
 _NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
+_CLOCK = re.compile(r"\s*(?:(\d+):)?(\d+):([0-5]\d(?:\.\d+)?)\s*")  # what YAML itself takes for a number of seconds
+_PLAIN = re.compile(rf"\s*{_NUMBER}\s*", re.IGNORECASE)
 _TIME_PART = re.compile(rf"\s*{_NUMBER}\s*([a-z]+)\s*", re.IGNORECASE)
 _BYTES = {f"{prefix}B": 1000**power for power, prefix in enumerate(("", "k", "M", "G", "T", "P", "E"))}
 _BYTES |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T", "P", "E"), 1)}
@@ -31,11 +33,15 @@ _BYTE_TEXT = re.compile(rf"\s*{_NUMBER}\s*([a-z]+)\s*", re.IGNORECASE)
 
 @functools.lru_cache(maxsize=256)
 def seconds_in(text: str) -> float:
-    """The seconds that a text such as ``"1h30m"`` stands for; NaN if it stands for none.
+    """The seconds that a text such as ``"1h30m"``, ``"1:30:00"`` or ``"5400"`` stands for; NaN if it stands for none.
 
-    >>> seconds_in("1h30m"), seconds_in("0.5 s"), seconds_in("30")
-    (5400.0, 0.5, nan)
+    >>> seconds_in("1h30m"), seconds_in("0.5 s"), seconds_in("1:30:00"), seconds_in("30"), seconds_in("soon")
+    (5400.0, 0.5, 5400.0, 30.0, nan)
     """
+    if plain := _PLAIN.fullmatch(text):
+        return float(plain[1])
+    if clock := _CLOCK.fullmatch(text):
+        return int(clock[1] or 0) * 3600 + int(clock[2]) * 60 + float(clock[3])
     total, position = 0.0, 0
     while position < len(text):
         part = _TIME_PART.match(text, position)
@@ -47,13 +53,13 @@ def seconds_in(text: str) -> float:
 
 
 def duration(field: str, value: object, example: str) -> str:
-    """``value``, seconds or a text such as ``"1h30m"``, in one canonical form, so that equal lengths are equal texts.
+    """``value``, seconds or a text that `seconds_in` takes, in one form for each length.
 
     Raises:
         ValueError: It isn't a finite length of time above 0. The message names ``field``, the value and ``example``.
 
-    >>> [duration("mtbf", value, "mtbf='8h'") for value in (5400, "90 min", 0.25)]
-    ['1h30m', '1h30m', '0.25s']
+    >>> [duration("mtbf", value, "mtbf='8h'") for value in (5400, "90 min", "1:30:00", 0.25)]
+    ['1h30m', '1h30m', '1h30m', '0.25s']
     """
     seconds = math.nan
     if isinstance(value, str):
@@ -65,8 +71,8 @@ def duration(field: str, value: object, example: str) -> str:
             seconds = math.inf
     if not 0 < seconds < math.inf:
         raise ValueError(
-            f"{field}={shown(value)}: a length of time above 0 was expected, in seconds or with the units d, h, m, s; "
-            f"write for example {example}"
+            f"{field}={shown(value)}: a length of time above 0 was expected, in seconds (5400), with units d, h, m, s "
+            f"(1h30m) or as h:mm:ss (1:30:00); write for example {example}"
         )
     return shown_seconds(seconds)
 
@@ -88,12 +94,12 @@ def shown_seconds(seconds: float) -> str:
 
 @functools.lru_cache(maxsize=256)
 def bytes_in(text: str) -> int:
-    """The bytes that a text such as ``"500GB"`` or ``"1.5 TiB"`` stands for; 0 if for no whole number.
+    """The bytes that a text such as ``"500GB"``, ``"1.5 TiB"`` or ``"5e11"`` stands for; 0 if for no whole number.
 
-    >>> bytes_in("500GB"), bytes_in("1.5 KiB"), bytes_in("500")
-    (500000000000, 1536, 0)
+    >>> bytes_in("500GB"), bytes_in("1.5 KiB"), bytes_in("500"), bytes_in("1.5")
+    (500000000000, 1536, 500, 0)
     """
-    match = _BYTE_TEXT.fullmatch(text)
+    match = _BYTE_TEXT.fullmatch(text + "B" if _PLAIN.fullmatch(text) else text)
     if match is None or match[2].lower() not in _BYTE_NAMES or len(text) > 40:
         return 0
     size = Fraction(match[1]) * _BYTE_NAMES[match[2].lower()]
@@ -108,18 +114,18 @@ def byte_size(field: str, value: object, example: str) -> str:
     Raises:
         ValueError: It isn't a whole number of bytes above 0. The message names ``field``, the value and ``example``.
 
-    >>> byte_size("budget", 2 * 10**12, "'500GB'"), byte_size("budget", "0.5 tb", "'500GB'")
-    ('2TB', '500GB')
+    >>> [byte_size("budget", value, "'500GB'") for value in (2 * 10**12, 2e12, "0.5 tb")]
+    ['2TB', '2TB', '500GB']
     """
     size = 0
     if isinstance(value, str):
         size = bytes_in(value)
-    elif isinstance(value, int) and not isinstance(value, bool):
-        size = value
+    elif not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and value.is_integer())):
+        size = int(value)
     if not 0 < size < 1 << 63:
         raise ValueError(
-            f"{field}={shown(value)}: a number of bytes above 0 was expected, whole or with a unit (B, kB, MB, GB, TB, "
-            f"PB, KiB, MiB, GiB, TiB, PiB); write for example {example}"
+            f"{field}={shown(value)}: a number of bytes above 0 was expected, whole (5e11) or with a unit (B, kB, MB, "
+            f"GB, TB, PB, KiB, MiB, GiB, TiB, PiB); write for example {example}"
         )
     return shown_bytes(size)
 

@@ -804,7 +804,9 @@ class CheckpointPolicy(Checkpoint):
 
     def _stops(self, now: Progress) -> bool:
         """Whether a signal ends the fit at this save point. After SIGTERM Lightning ends every fit."""
-        return bool(now.signals) and (SIGTERM in now.signals or self.trigger.stops(now, self._since))
+        return bool(now.signals) and (
+            SIGTERM in now.signals or self._arrivals.held is not None or self.trigger.stops(now, self._since)
+        )
 
     def _gradients_pending(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         # in manual optimization nobody but the module knows its windows: the end of one is a batch that stepped
@@ -847,7 +849,9 @@ class CheckpointPolicy(Checkpoint):
                 f"CheckpointPolicy: {' and '.join(sorted(now.signals))} ends this fit at step {now.step}; the newest "
                 f"confirmed checkpoint is {self.last_model_path or 'none'}"
             )
-            _lightning.stop_as_after_sigterm(trainer)
+            if self._arrivals.held is None:
+                _lightning.stop_as_after_sigterm(trainer)
+        self._arrivals.raise_held()
 
     def _settle(self, reasons: tuple[str, ...], metrics: Mapping[str, float]) -> tuple[str, ...]:
         if not reasons or self._superseded:
@@ -925,6 +929,7 @@ class CheckpointPolicy(Checkpoint):
         request: SaveRequest | None = None
         draft: dict[str, Any] = {}
         if self._ledger is not None:
+            cost = typical_cost(self._costs)
             draft = {
                 "step": now.step,
                 "epoch": now.epoch,
@@ -937,6 +942,8 @@ class CheckpointPolicy(Checkpoint):
                 "point": point,
                 "world_size": trainer.world_size,
                 "weights_only": self.save_weights_only,
+                # of the saves before, since how much this one slows training is only known after it
+                "slowed_seconds": cost.slowdown if self._paced and cost is not None else None,
             }
             request = SaveRequest(self._staging, still_storages(_optimized(trainer, module)) if overlapped else {})
         self._capturing = (now, point)
@@ -1134,6 +1141,7 @@ class CheckpointPolicy(Checkpoint):
             self._release()
             self._arrivals.restore()
             self._staging.clear()
+        self._arrivals.raise_held()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where nothing was left to train, still clear up after a save or delete that was interrupted."""

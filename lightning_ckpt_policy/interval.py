@@ -104,14 +104,23 @@ def typical_cost(costs: Sequence[SaveCost]) -> SaveCost | None:
 
 
 def costs_of(records: Sequence[CheckpointRecord]) -> list[SaveCost]:
-    """What the saves of ``records`` cost, in order of confirmation, as far as the records tell (not the slow-down).
+    """What the saves of ``records`` cost, in order of confirmation, as far as the records tell.
+
+    The slow-down is that of the saves before; where none was measured, it is taken to be the usual one.
 
     >>> costs_of([])
     []
     """
+    ordered = sorted(records, key=lambda record: record.sequence)
+    slowed = [record.slowed_seconds for record in ordered if record.slowed_seconds is not None]
+    usual = statistics.median(slowed[-RECENT:]) if slowed else 0.0
     return [
-        SaveCost(held=record.held_seconds, confirm=record.held_seconds + (record.write_seconds or 0.0))
-        for record in sorted(records, key=lambda record: record.sequence)
+        SaveCost(
+            held=record.held_seconds,
+            slowdown=usual if record.slowed_seconds is None else record.slowed_seconds,
+            confirm=record.held_seconds + (record.write_seconds or 0.0),
+        )
+        for record in ordered
         if record.held_seconds is not None
     ]
 

@@ -23,6 +23,8 @@ from lightning_ckpt_policy.writer import BackgroundWriter
 
 # seconds; a store that hangs in a delete must not keep the saves behind it waiting
 DELETE_TIMEOUT = 60.0
+# of more deletes at once the record of the last would become large
+MOST_NOTED = 10_000
 
 
 @dataclass(frozen=True)
@@ -189,17 +191,27 @@ class Ledger:
     def prune(self) -> None:
         """Queue the deletes that retention allows now."""
         with self._lock:
-            doomed = retention_rules.plan(self.retention, self._records, now=time.time(), protect=self._protect)
+            staying = [record for record in self._records if record.path not in self._deleting]
+            doomed = retention_rules.plan(self.retention, staying, now=time.time(), protect=self._protect)
             self.excess = retention_rules.excess(self.retention, self._records, now=time.time())
-            doomed = [record for record in doomed if record.path not in self._deleting]
             self._deleting.update(record.path for record in doomed)
             self._doomed.update(record.path for record in doomed)
+        if 1 < len(doomed) <= MOST_NOTED:
+            self.writer.submit_cleanup(functools.partial(self._note_doomed, doomed), timeout=DELETE_TIMEOUT)
         for record in doomed:
             self.writer.submit_cleanup(
                 functools.partial(self._delete, record),
                 timeout=DELETE_TIMEOUT,
                 on_timeout=functools.partial(self._give_up_deleting, record),
             )
+
+    def _note_doomed(self, doomed: list[CheckpointRecord]) -> None:
+        """Make a restart between two of these deletes go on with the others."""
+        with contextlib.suppress(Exception):  # a full disk has no room for it, and the deletes are what makes room
+            if not self.store.superseded(self.attempt):
+                noted = self.store.note_doomed(doomed[-1], doomed[:-1])
+                with self._lock:
+                    self._records = [noted if record.path == noted.path else record for record in self._records]
 
     def _commit(
         self, save: SaveInFlight, image: Image, draft: Mapping[str, Any], timeout: float | None

@@ -67,8 +67,12 @@ class CheckpointRecord:
         weights_only: Whether optimizer and loop state are left out, so that it can't be resumed from.
         pinned: Retention never deletes it.
         damaged: Its payload was found not to match; it doesn't count for retention and isn't deleted by it.
+        doomed: The ``sequence`` of each checkpoint that retention deletes together with this one and before it, noted
+            before the first of them goes; empty otherwise.
         held_seconds: How long the training loop was held by this save, seconds.
         write_seconds: How long writing the payload took in the background, seconds.
+        slowed_seconds: How much later training is in the end because of a save, beside the time it is held for, as
+            measured before this one, seconds; None where nobody measured it.
 
     >>> record = CheckpointRecord(
     ...     path="step-0000000010.ckpt", step=10, epoch=1, sequence=1, run_id="a", created_at=0.0,
@@ -94,8 +98,10 @@ class CheckpointRecord:
     weights_only: bool = False
     pinned: bool = False
     damaged: bool = False
+    doomed: tuple[int, ...] = ()
     held_seconds: float | None = None
     write_seconds: float | None = None
+    slowed_seconds: float | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -105,7 +111,7 @@ class CheckpointRecord:
         values: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
         for f in fields(self):
             values[f.name] = getattr(self, f.name)
-        values["reason"] = list(self.reason)
+        values["reason"], values["doomed"] = list(self.reason), list(self.doomed)
         values["metrics"] = {k: v if math.isfinite(v) else str(v) for k, v in self.metrics.items()}
         values[CHECKSUM_FIELD] = _own_checksum(values)
         return (json.dumps(values, indent=1, allow_nan=False) + "\n").encode()
@@ -136,8 +142,7 @@ class CheckpointRecord:
                 raise RecordError(f"{CHECKSUM_FIELD}={expected!r} doesn't fit the other fields: the record is damaged")
         known = {f.name for f in fields(cls)}
         kept = {k: v for k, v in values.items() if k in known}
-        if isinstance(kept.get("reason"), list):
-            kept["reason"] = tuple(kept["reason"])
+        kept |= {name: tuple(kept[name]) for name in ("reason", "doomed") if isinstance(kept.get(name), list)}
         if isinstance(kept.get("metrics"), dict):
             kept["metrics"] = {
                 k: _NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in kept["metrics"].items()
@@ -190,6 +195,11 @@ def _check(record: CheckpointRecord) -> None:
         "a list of strings",
     )
     need(
+        "doomed",
+        isinstance(record.doomed, tuple) and all(_is_int(sequence) and sequence >= 1 for sequence in record.doomed),
+        "a list of integers >= 1",
+    )
+    need(
         "metrics",
         isinstance(record.metrics, Mapping)
         and all(isinstance(k, str) and _is_number(v) for k, v in record.metrics.items()),
@@ -199,6 +209,6 @@ def _check(record: CheckpointRecord) -> None:
     need("point", isinstance(record.point, str), "a string")
     for name in ("weights_only", "pinned", "damaged"):
         need(name, isinstance(getattr(record, name), bool), "true or false")
-    for name in ("held_seconds", "write_seconds"):
+    for name in ("held_seconds", "write_seconds", "slowed_seconds"):
         value = getattr(record, name)
         need(name, value is None or (_is_number(value) and math.isfinite(value) and value >= 0), "seconds >= 0 or null")

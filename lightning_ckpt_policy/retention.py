@@ -348,7 +348,7 @@ class KeepUnder(Retention):
     KeepUnder('2TB', of=KeepLast(n=2) | KeepEveryNSteps(n=1000, last=5) | KeepBest(n=3, monitor='val_loss', mode='min'))
     """
 
-    budget: int | str
+    budget: int | float | str
     of: Retention | list[Retention] = KeepAll()
 
     def __post_init__(self) -> None:
@@ -538,7 +538,8 @@ def plan(
     """What may be deleted of one run's records, oldest first; planning again after the deletes gives nothing more.
 
     Never among them: the newest, pinned ones, damaged ones, and those whose ``path`` is in ``protect``. Damaged ones
-    don't count as newest, last or best either.
+    don't count as newest, last or best either. Before the first is deleted, the last one's record has to note the
+    others as ``doomed``: then a process that is killed between two deletes is followed by one that plans the same.
 
     Args:
         retention: The rule.
@@ -556,7 +557,10 @@ def plan(
     whole = [record for record in records if not record.damaged]
     if not whole:
         return []
-    stay = {max(record.sequence for record in whole), *retention.keep(whole, now)}
+    # a rule that was asked before some of these were deleted isn't asked about the others again
+    doomed = {sequence for record in whole if record.doomed for sequence in (*record.doomed, record.sequence)}
+    left = [record for record in whole if record.sequence not in doomed] if doomed else whole
+    stay = {max(record.sequence for record in whole), *retention.keep(left, now)}
     victims = [r for r in whole if r.sequence not in stay and not r.pinned and r.path not in protect]
     return sorted(victims, key=lambda record: record.sequence)
 

@@ -16,8 +16,9 @@ _SIGCHLD: signal.Signals | None = getattr(signal, "SIGCHLD", None)  # not on eve
 class SignalCounter:
     """Counts how often signals arrive in this process, from `install` to `restore`.
 
-    The handler that was there before is called too, except Python's own for SIGINT, which would raise at once. A
-    process that is forked in the meantime neither counts nor calls it.
+    The handler that was there before is called too, except Python's own for SIGINT, which would raise at once. What it
+    raises is held back until `raise_held`, so that a state can be saved first. A process that is forked in the meantime
+    neither counts nor calls it.
 
     >>> counter = SignalCounter()
     >>> counter.install(["SIGUSR1"])
@@ -31,6 +32,7 @@ class SignalCounter:
     def __init__(self) -> None:
         # replaced, never changed: whoever holds it holds what had arrived up to then
         self.counts: Mapping[str, int] = {}
+        self.held: BaseException | None = None
         self._earlier: dict[int, Any] = {}
         self._chained: dict[int, list[Handler]] = {}
         self._workers: Any = None
@@ -46,7 +48,7 @@ class SignalCounter:
         Returns:
             Whether that is possible: only the main thread can handle signals.
         """
-        self.counts = {}
+        self.counts, self.held = {}, None
         self._pid = os.getpid()
         if threading.current_thread() is not threading.main_thread():
             return False
@@ -76,6 +78,12 @@ class SignalCounter:
                 signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
         self._earlier.clear()
 
+    def raise_held(self) -> None:
+        """Raise what an earlier handler raised, if one did; only once."""
+        held, self.held = self.held, None
+        if held is not None:
+            raise held
+
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             return
@@ -84,7 +92,10 @@ class SignalCounter:
             self.counts = {**self.counts, name: self.counts.get(name, 0) + 1}
             self._spare_from_workers()
         for handler in self._chained[number]:
-            handler(number, frame)
+            try:
+                handler(number, frame)
+            except BaseException as error:
+                self.held = error
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -423,6 +423,14 @@ class CheckpointStore:
         """
         return self._change(record, damaged=True)
 
+    def note_doomed(self, record: CheckpointRecord, others: Sequence[CheckpointRecord]) -> CheckpointRecord:
+        """Note that retention deletes ``others`` and then this one, whatever happens in between. Returns the record.
+
+        Raises:
+            CheckpointError: There is no such checkpoint any more.
+        """
+        return self._change(record, doomed=tuple(other.sequence for other in others))
+
     def begin(self, step: int, run_id: str, attempt: int, filename: str = "step-{step:010d}") -> Pending:
         """Take a name that was never used and mark it as being written.
 
@@ -828,7 +836,7 @@ class CheckpointStore:
             self.backend.write(record.path + RECORD_SUFFIX, changed.to_json(), owner=owner)
             marker = self._read_marker(record.path)
             deleting = marker is not None and marker.op == "delete"
-            if deleting or (changed.pinned and self.backend.size(record.path) is None):
+            if deleting or ((changed.pinned or changed.doomed) and self.backend.size(record.path) is None):
                 # a delete had begun before: a record without its payload must not come back
                 self.backend.delete(record.path + RECORD_SUFFIX)
                 raise CheckpointError(f"{self.path_of(record)!r} is being deleted, so it can't be changed any more")

@@ -362,9 +362,19 @@ class OnImprovement(Trigger):
         return (repr(self),) if better else ()
 
 
-# what a handler in Python can't catch, and what it can't go on after
-_UNCATCHABLE = frozenset({"SIGKILL", "SIGSTOP"})
-_FAULTS = frozenset({"SIGSEGV", "SIGFPE", "SIGILL", "SIGBUS", "SIGABRT", "SIGSYS", "SIGTRAP"})
+# why a signal is refused, by its name
+_REFUSED = {
+    name: why
+    for why, names in (
+        ("no process can catch it", "SIGKILL SIGSTOP"),
+        ("the process can't go on after it", "SIGSEGV SIGFPE SIGILL SIGBUS SIGABRT SIGSYS SIGTRAP"),
+        ("it comes whenever a child ends, such as a loader worker", "SIGCHLD"),
+        ("it comes with ordinary input and output", "SIGPIPE SIGIO SIGURG SIGTTIN SIGTTOU"),
+        ("it comes whenever a stopped process goes on or its terminal changes", "SIGCONT SIGWINCH"),
+        ("it belongs to who sets a timer: profilers and time limits", "SIGALRM SIGVTALRM SIGPROF"),
+    )
+    for name in names.split()
+}
 
 
 @dataclass(frozen=True)
@@ -382,15 +392,17 @@ class OnSignal(Trigger):
     ends every fit after SIGTERM, also without ``stop``, but not before the state is saved.
 
     The handler only counts, calls the one that was there before (except Python's own for Ctrl-C), and is gone after the
-    fit. A signal should go to the training process, not to its process group: loader workers that get it end. Their end
-    interrupts no batch and the state is still saved, but the fit may then end with torch's error about them.
+    fit. What the earlier one raises ends the fit once the state is saved. A signal should go to the training process,
+    not to its process group: loader workers that get it end. Their end interrupts no batch and the state is still
+    saved, but the fit may then end with torch's error about them.
 
     Args:
         signals: Names, or members of ``signal.Signals``; one alone needs no list. By default SIGTERM.
         stop: Whether the fit ends after that save. Without it, training goes on, except after SIGTERM.
 
     Raises:
-        ValueError: There is none, this platform lacks one of them, or it can't be caught.
+        ValueError: There is none, this platform lacks one of them, it can't be caught, or it comes in the ordinary
+            course of a training (SIGCHLD, SIGALRM and the like).
 
     >>> OnSignal(["SIGUSR1"]).due(now=Progress(signals={"SIGUSR1": 1}), since=Progress())
     ("OnSignal(signals=('SIGUSR1',), stop=False)",)
@@ -442,16 +454,12 @@ def _signal_name(value: object) -> str:
     if member is None:
         raise ValueError(
             f"signals={shown(value)}: this platform has no such signal; write {_SIGNAL_EXAMPLE} or another of "
-            f"{', '.join(sorted(name for name in signal.Signals.__members__ if _can_be_caught(name)))}"
+            f"{', '.join(sorted(other.name for other in signal.Signals if other.name not in _REFUSED))}"
         )
-    if not _can_be_caught(member.name):
-        why = "no process can catch it" if member.name in _UNCATCHABLE else "the process can't go on after it"
+    if member.name in _REFUSED:
+        why = _REFUSED[member.name]
         raise ValueError(f"signals={member.name!r}: {why}; write {_SIGNAL_EXAMPLE}, or save before with EveryInterval")
     return member.name
-
-
-def _can_be_caught(name: str) -> bool:
-    return name not in _UNCATCHABLE | _FAULTS
 
 
 @dataclass(frozen=True)
@@ -610,7 +618,8 @@ class PhaseSchedule(Trigger):
     ()
     """
 
-    phases: Sequence[tuple[int | float | str | None, Trigger | list[Trigger]]]
+    # the tuple comes first for LightningCLI, which replaces the members of a nested list by what it makes of them
+    phases: Sequence[tuple[int | float | str | None, Trigger | tuple[Trigger, ...] | list[Trigger]]]
     by: By = "step"
     save_at_end: bool = False
 

@@ -128,6 +128,8 @@ def test_costs_from_records() -> None:
         record(3, 1, 0, write_seconds=9.0),
     ]
     assert costs_of(records) == [SaveCost(held=0.25, confirm=3.25), SaveCost(held=0.5, confirm=0.5)]
+    slowed = [record(4 + i, 1, 0, held_seconds=0.5, slowed_seconds=s) for i, s in enumerate((None, 2.0, None, 4.0))]
+    assert [cost.slowdown for cost in costs_of(records + slowed)] == [3.0, 3.0, 3.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])

@@ -45,8 +45,10 @@ GOOD: dict[str, Any] = {
     "weights_only": False,
     "pinned": False,
     "damaged": False,
+    "doomed": [1, 2],
     "held_seconds": 0.1,
     "write_seconds": None,
+    "slowed_seconds": 0.5,
 }
 BAD_NAMES = [
     "../x.ckpt", "..", ".", "", "/etc/passwd", "a/b.ckpt", "a\\b.ckpt", ".hidden", "a\0b", "a\nb", "C:\\x", "gs://b/x",

@@ -146,6 +146,24 @@ def test_adaptive_interval_measures_tells_and_logs(tmp_path: Path, caplog: pytes
     assert "checkpoint_interval_seconds" in logged.splitlines()[0]
 
 
+def test_the_slow_down_of_the_loop_is_known_after_a_restart(tmp_path: Path) -> None:
+    adaptive = AdaptiveInterval(min="1h") | EveryNTrainSteps(4)
+    used = policy(tmp_path, adaptive)
+    original = used._note_cost
+    used._note_cost = lambda record, slowdown: original(record, 7.0)  # type: ignore[method-assign]
+    fit(tmp_path, used, crash_at=10)
+    assert [record.slowed_seconds for record in records(tmp_path)] == [None, 7.0]
+    begun: list[Any] = []
+    again = policy(tmp_path, adaptive)
+    look = type("Look", (Callback,), {"on_train_batch_start": lambda *_: begun.append(again._measured)})()
+    fit(tmp_path, again, ckpt_path="last", callbacks=[look], max_epochs=2)
+    assert begun[0].cost.slowdown == 7.0
+    assert [record.slowed_seconds for record in records(tmp_path)][:3] == [None, 7.0, 7.0]
+    unmeasured = policy(tmp_path / "b", EveryNTrainSteps(4))
+    fit(tmp_path / "b", unmeasured, max_epochs=1)
+    assert {record.slowed_seconds for record in unmeasured.store.records()} == {None}
+
+
 def killed_twice_and_finished_once(store: CheckpointStore) -> str:
     """Three attempts of the store's run, an hour each: two crashes and a clean end."""
     attempt = store.attempts()[0]

@@ -137,6 +137,19 @@ def go_on(root: Path) -> None:
     print("CALLS", len(calls), signal.getsignal(signal.SIGUSR1) is handler, signal.getsignal(signal.SIGTERM) is before)
 
 
+def handler_raises(root: Path, name: str) -> None:
+    """A launcher's handler raises an error of its own, in the middle of a batch."""
+
+    def handler(*_: Any) -> None:
+        raise RuntimeError("of the launcher")
+
+    signal.signal(signal.Signals[name], handler)
+    try:
+        run(root, partial(Send, 5, send(name)), policy(root, NEVER | OnSignal(name)))
+    finally:
+        print("BACK", signal.getsignal(signal.Signals[name]) is handler)
+
+
 PROGRAMS: dict[str, Callable[[Path], object]] = {
     "train": lambda root: run(root, partial(Send, 5, send("SIGTERM"))),
     "no_stop": lambda root: run(root, partial(Send, 5, send("SIGTERM")), policy(root, NEVER | OnSignal())),
@@ -156,6 +169,8 @@ PROGRAMS: dict[str, Callable[[Path], object]] = {
     "waiting_for_data": waiting_for_data,
     "twice": twice,
     "go_on": go_on,
+    "handler_raises_term": lambda root: handler_raises(root, "SIGTERM"),
+    "handler_raises_usr1": lambda root: handler_raises(root, "SIGUSR1"),
 }
 
 
@@ -302,6 +317,19 @@ def test_case_07_a_signal_that_saves_and_goes_on(programs: Path, tmp_path: Path)
     assert [record.step for record in store.records()] == [6, 30]
     assert "CALLS 2 True True" in output
     assert [attempt.status for attempt in store.attempts()] == ["finished"]
+
+
+@pytest.mark.parametrize(("name", "attempt"), [("handler_raises_term", "stopped"), ("handler_raises_usr1", "error")])
+def test_what_an_earlier_handler_raises_ends_the_fit_once_the_state_is_saved(
+    programs: Path, tmp_path: Path, name: str, attempt: str
+) -> None:
+    store, status, output = ended(programs, name)
+    assert status == 1, output
+    assert output.rstrip().endswith("RuntimeError: of the launcher")
+    assert [(record.step, record.point) for record in store.records()] == [(6, "batch_end")]
+    assert [each.status for each in store.attempts()] == [attempt]
+    assert "BACK True" in output
+    goes_on_as_if_nothing_had_been(programs, tmp_path, name)
 
 
 def test_a_fit_in_another_thread_says_that_it_hears_no_signals(tmp_path: Path) -> None:
