@@ -867,7 +867,7 @@ class Watch:
             raise Broken("; ".join(found.problems))
         for record in found.records:
             known = self.history.setdefault(record.path, record)
-            if known != replace(record, doomed=known.doomed):  # noted before it is deleted
+            if known != replace(record, doomed=known.doomed, doomed_by=known.doomed_by):  # noted before it is deleted
                 raise Broken(f"the record of {record.path!r} changed since it was confirmed")
         there = {record.path for record in found.records}
         missing = self.history.keys() - there

@@ -209,7 +209,7 @@ class Ledger:
         """Make a restart between two of these deletes go on with the others."""
         with contextlib.suppress(Exception):  # a full disk has no room for it, and the deletes are what makes room
             if not self.store.superseded(self.attempt):
-                noted = self.store.note_doomed(doomed[-1], doomed[:-1])
+                noted = self.store.note_doomed(doomed[-1], doomed[:-1], repr(self.retention))
                 with self._lock:
                     self._records = [noted if record.path == noted.path else record for record in self._records]
 

@@ -69,6 +69,7 @@ class CheckpointRecord:
         damaged: Its payload was found not to match; it doesn't count for retention and isn't deleted by it.
         doomed: The ``sequence`` of each checkpoint that retention deletes together with this one and before it, noted
             before the first of them goes; empty otherwise.
+        doomed_by: The rule that decided that, as ``repr`` tells it; another rule decides anew.
         held_seconds: How long the training loop was held by this save, seconds.
         write_seconds: How long writing the payload took in the background, seconds.
         slowed_seconds: How much later training is in the end because of a save, beside the time it is held for, as
@@ -99,6 +100,7 @@ class CheckpointRecord:
     pinned: bool = False
     damaged: bool = False
     doomed: tuple[int, ...] = ()
+    doomed_by: str = ""
     held_seconds: float | None = None
     write_seconds: float | None = None
     slowed_seconds: float | None = None
@@ -206,7 +208,8 @@ def _check(record: CheckpointRecord) -> None:
         "an object of numbers",
     )
     need("parent", record.parent is None or is_safe_run_id(record.parent), "null or a run id")
-    need("point", isinstance(record.point, str), "a string")
+    for name in ("point", "doomed_by"):
+        need(name, isinstance(getattr(record, name), str), "a string")
     for name in ("weights_only", "pinned", "damaged"):
         need(name, isinstance(getattr(record, name), bool), "true or false")
     for name in ("held_seconds", "write_seconds", "slowed_seconds"):

@@ -539,7 +539,8 @@ def plan(
 
     Never among them: the newest, pinned ones, damaged ones, and those whose ``path`` is in ``protect``. Damaged ones
     don't count as newest, last or best either. Before the first is deleted, the last one's record has to note the
-    others as ``doomed``: then a process that is killed between two deletes is followed by one that plans the same.
+    others as ``doomed``: then a process that is killed between two deletes is followed by one that plans the same, if
+    its rule is the same.
 
     Args:
         retention: The rule.
@@ -558,7 +559,9 @@ def plan(
     if not whole:
         return []
     # a rule that was asked before some of these were deleted isn't asked about the others again
-    doomed = {sequence for record in whole if record.doomed for sequence in (*record.doomed, record.sequence)}
+    noted = [record for record in whole if record.doomed]
+    rule = repr(retention) if noted else ""
+    doomed = {each for record in noted if record.doomed_by == rule for each in (*record.doomed, record.sequence)}
     left = [record for record in whole if record.sequence not in doomed] if doomed else whole
     stay = {max(record.sequence for record in whole), *retention.keep(left, now)}
     victims = [r for r in whole if r.sequence not in stay and not r.pinned and r.path not in protect]

@@ -423,13 +423,13 @@ class CheckpointStore:
         """
         return self._change(record, damaged=True)
 
-    def note_doomed(self, record: CheckpointRecord, others: Sequence[CheckpointRecord]) -> CheckpointRecord:
-        """Note that retention deletes ``others`` and then this one, whatever happens in between. Returns the record.
+    def note_doomed(self, record: CheckpointRecord, others: Sequence[CheckpointRecord], rule: str) -> CheckpointRecord:
+        """Note that a rule deletes ``others`` and then this one, whatever happens in between. Returns the record.
 
         Raises:
             CheckpointError: There is no such checkpoint any more.
         """
-        return self._change(record, doomed=tuple(other.sequence for other in others))
+        return self._change(record, doomed=tuple(other.sequence for other in others), doomed_by=rule)
 
     def begin(self, step: int, run_id: str, attempt: int, filename: str = "step-{step:010d}") -> Pending:
         """Take a name that was never used and mark it as being written.

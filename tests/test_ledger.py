@@ -59,5 +59,5 @@ def test_a_note_that_comes_too_late_brings_no_record_back(tmp_path: Path) -> Non
     first, second = (save(store, step) for step in (1, 2))
     os.remove(store.path_of(second))
     with pytest.raises(CheckpointError, match="is being deleted"):
-        store.note_doomed(second, [first])
+        store.note_doomed(second, [first], "KeepLast(n=1)")
     assert store.records() == [first]

@@ -46,6 +46,7 @@ GOOD: dict[str, Any] = {
     "pinned": False,
     "damaged": False,
     "doomed": [1, 2],
+    "doomed_by": "KeepLast(n=1)",
     "held_seconds": 0.1,
     "write_seconds": None,
     "slowed_seconds": 0.5,

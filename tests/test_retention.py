@@ -554,11 +554,20 @@ def test_a_kill_between_two_deletes_changes_nothing(
     for deletes in [*kills, len(records)]:
         gone = plan(rule, records, now=NOW)
         if len(gone) > 1 and deletes >= 0:
-            noted = dataclasses.replace(gone[-1], doomed=tuple(r.sequence for r in gone[:-1]))
+            noted = dataclasses.replace(gone[-1], doomed=tuple(r.sequence for r in gone[:-1]), doomed_by=repr(rule))
             records = [noted if r is gone[-1] else r for r in records]
         records = without(records, [r.sequence for r in gone[: max(0, deletes)]])
         records = [CheckpointRecord.from_json(r.to_json()) for r in records]
     assert {r.sequence for r in records} == undisturbed
+
+
+@pytest.mark.parametrize("rule", [KeepAll(), KeepLast(3), KeepSteps([10])], ids=repr)
+def test_what_one_rule_has_doomed_another_may_keep(rule: Retention) -> None:
+    records = history(1, 3, 2)
+    doomed = [records[0].sequence]
+    records[1] = dataclasses.replace(records[1], doomed=tuple(doomed), doomed_by=repr(KeepLast(1)))
+    assert planned(KeepLast(1), records) == [*doomed, records[1].sequence]
+    assert planned(rule, records) == planned(rule, history(1, 3, 2))
 
 
 @unhurried
