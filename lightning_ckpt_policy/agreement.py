@@ -204,7 +204,8 @@ class Agreement:
         self._credit = max(_LEAST_CREDIT, min(_MOST_CREDIT, self._credit + earned) - 1)
         self._exchanged_at = self._tick
         if self._tick >= self._ask_at:  # it takes longer than others did
-            self._ask_at = self._tick + max(1, (self._tick - self._saved_at) // 4, self._affordable())
+            waited = self._tick - self._saved_at
+            self._ask_at = self._tick + max(1, waited if cost is None else waited // 4, self._affordable())
         if self._watches:
             self._next = self._tick + self._gap(self._remaining(due))
 
