@@ -45,7 +45,7 @@ class Disturb(Callback):
         time.sleep(self.seconds)
         self.meet(trainer, "training")
 
-    def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
         self.meet(trainer, "validation")
 
     def meet(self, trainer: Trainer, where: str) -> None:
