@@ -1,17 +1,27 @@
-"""Two ranks (DDP, gloo, CPU): they decide alike, rank 0 writes, every rank resumes exactly, nobody hangs."""
+"""Two ranks (DDP, gloo, CPU): they decide alike, rank 0 writes, every rank resumes exactly, nobody hangs.
+
+Run as ``python -m tests.integration.test_ranks ROOT`` it is a set of fits on two ranks that are not to be used like
+that; each rank says what came of each.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_ckpt_policy import CheckpointStore
-from tests.integration.helpers import final, run
-from tests.models import differences
+from lightning_ckpt_policy import CheckpointError, CheckpointPolicy, CheckpointStore, EveryNTrainSteps, callback
+from tests.integration.helpers import final, finish, run, start
+from tests.models import differences, fit
 
 pytestmark = pytest.mark.timeout(240)
 TWO = ("--devices", "2")
@@ -155,3 +165,91 @@ def test_a_store_that_fails_ends_all_ranks_together(tmp_path: Path) -> None:
     output = run(tmp_path, *TWO, *slowly, "--fail-writes", "--trigger", "EveryNTrainSteps(4)", expect=1)
     assert "3 saves in a row failed" in output
     assert "rank 0: CheckpointSaveError" in output
+
+
+# What isn't to be used like that
+
+
+class LoadAlone(Callback):
+    """Rank 1 alone loads the newest checkpoint in the middle of a fit."""
+
+    def on_train_epoch_end(self, trainer: Trainer, *args: Any) -> None:
+        (used,) = (one for one in trainer.callbacks if isinstance(one, CheckpointPolicy))
+        if trainer.global_rank == 1:
+            trainer.strategy.load_checkpoint(used.last_model_path)
+
+
+def never(number: int, now: Any, since: Any) -> bool:
+    return False
+
+
+def main(root: Path) -> None:
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+
+    def attempt(name: str, *used: CheckpointPolicy, **options: Any) -> None:
+        outcome = "fine"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                fit(root, list(used), **{"devices": 2, "strategy": "ddp", "max_epochs": 1, **options})
+            except (CheckpointError, ValueError) as error:
+                outcome = f"{type(error).__name__}: {error}"
+        told = [str(warning.message) for warning in caught if "can't see" in str(warning.message)]
+        (root / f"{name}-{rank}").write_text("\n".join([outcome, *told]))
+
+    folder, own = root / "ckpt", root / f"own-{rank}"
+    unnamed = partial(never, 1)  # its repr holds an address, which differs between processes
+    attempt("first", CheckpointPolicy(folder, EveryNTrainSteps(4) | unnamed), callbacks=[LoadAlone()])
+    attempt("trigger", CheckpointPolicy(folder, EveryNTrainSteps(4 + rank)))
+    attempt("dirpath", CheckpointPolicy(own))
+    attempt("number", *(CheckpointPolicy(root / str(number)) for number in range(1 + rank)))
+    attempt("options", CheckpointPolicy(folder, storage_options={"key": "hidden", "token": "hidden"} if rank else None))
+    attempt("strategy", CheckpointPolicy(folder), strategy=ModelParallelStrategy())
+    own.mkdir()
+    os.chdir(own)
+    callback._SHARED_WITHIN = 0.5
+    attempt("apart", CheckpointPolicy("/proc/self/cwd/ckpt"))
+    attempt("apart_last", CheckpointPolicy("/proc/self/cwd/ckpt"), ckpt_path="last")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("outcomes")
+    status, output = finish(start(root, module="tests.integration.test_ranks"))
+    assert status == 0, output
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("first", "fine"),
+        (
+            "trigger",
+            "ValueError: trigger differs between the ranks: EveryNTrainSteps(n=4) on rank 0, EveryNTrainSteps(n=5) on "
+            "rank 1. Ranks must decide alike: give each of them the same arguments",
+        ),
+        (
+            "dirpath",
+            "ValueError: dirpath differs between the ranks: '{root}/own-0' on rank 0, '{root}/own-1' on rank 1.",
+        ),
+        ("number", "ValueError: the number of CheckpointPolicy callbacks differs between the ranks: 1 on rank 0, 2 on"),
+        ("options", "ValueError: storage_options differs between the ranks: [] on rank 0, ['key', 'token'] on rank 1."),
+        ("strategy", "ValueError: strategy=ModelParallelStrategy saves checkpoints in its own way"),
+        ("apart", "fine"),
+        (
+            "apart_last",
+            "CheckpointError: dirpath='/proc/self/cwd/ckpt': rank 1 can't see what rank 0 writes there: a resume",
+        ),
+    ],
+)
+def test_what_ranks_are_told(outcomes: Path, name: str, told: str) -> None:
+    for rank in (0, 1):
+        outcome = (outcomes / f"{name}-{rank}").read_text()
+        assert outcome.startswith(told.format(root=outcomes)), outcome
+        assert "hidden" not in outcome
+        assert ("so this can't be resumed" in outcome) == (name == "apart" and rank == 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[-1]))
