@@ -160,6 +160,11 @@ class Agreement:
         if self._names:
             self._next = self._tick + self._listen_steps()
 
+    def interrupted(self) -> None:
+        """Note that something else has come between two steps, whose time isn't known to all."""
+        if self._watches:
+            self._next = min(self._next, self._tick + self._affordable())
+
     def saved(self, due: Callable[[int, float], bool]) -> None:
         """Note that a save has begun at this step; ``due`` as in `exchange`, after that save."""
         self.free = self._aimed = False

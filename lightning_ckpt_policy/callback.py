@@ -1144,6 +1144,8 @@ class CheckpointPolicy(Checkpoint):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget a state that was kept back in case the fit ended with the last epoch."""
         self._pace.interrupted()
+        if self._agreement is not None:
+            self._agreement.interrupted()
         self._release_held()
 
     def _release_held(self) -> None:

@@ -88,8 +88,12 @@ def train(
     *,
     signals: dict[int, list[tuple[int, str]]] | None = None,
     confirm: float = 0.0,
+    epoch: int = 10**9,
 ) -> Outcome:
-    """Train with one rank per clock, steps of these seconds and saves that take ``confirm`` of rank 0's seconds."""
+    """Train with one rank per clock, steps of these seconds and saves that take ``confirm`` of rank 0's seconds.
+
+    The first step of each epoch of ``epoch`` steps includes what comes before it.
+    """
     ranks = [Rank(number, trigger, clock) for number, clock in enumerate(clocks)]
     leader = ranks[0]
     true = 0.0
@@ -126,6 +130,9 @@ def train(
             rank.since = rank.progress()
     for step, duration in enumerate(seconds, start=1):
         true += duration
+        if step % epoch == 1:
+            for rank in ranks:
+                rank.agreement.interrupted()
         for number, name in (signals or {}).get(step, ()):
             ranks[number].arrived[name] = ranks[number].arrived.get(name, 0) + 1
         times = []
@@ -200,6 +207,15 @@ def test_deadlines_are_met_with_few_exchanges(interval: float, kind: dict[str, f
     hard = interval < 500 and ("stragglers" in kind or kind.get("jitter") == 0.3)
     assert np.quantile(lateness, 0.9) <= 1 + 1e-9
     assert lateness.max() <= (5.0 if hard else 1 + 1e-9)
+
+
+def test_a_pause_between_epochs_makes_no_save_late() -> None:
+    seconds = steps(6000)
+    seconds[300::300] += 60
+    outcome = train(EveryInterval(seconds=500), seconds, [TRUE], epoch=300)
+    for before, step in zip(outcome.saves, outcome.saves[1:], strict=False):
+        assert abs(step - int(np.searchsorted(outcome.clock, outcome.clock[before] + 500))) <= 5
+    assert len(outcome.exchanges) <= outcome.allowed()
 
 
 @pytest.mark.parametrize("seconds", [0.01, 0.3, 20.0])
