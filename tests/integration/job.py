@@ -89,7 +89,7 @@ class Clock:
 
 
 class Collectives:
-    """Notes each collective that the policy calls: at which step, in which hook and thread."""
+    """Notes each collective of the policy, and any outside the main thread: at which step, in which hook and thread."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, str, str, bool]] = []
@@ -102,9 +102,9 @@ class Collectives:
         def noted(*args: Any, **kwargs: Any) -> Any:
             frames = [frame.f_code for frame, _ in traceback.walk_stack(None)]
             ours = [code.co_name for code in frames if code.co_filename == callback.__file__]
-            if ours and self.trainer is not None:
-                main = threading.current_thread() is threading.main_thread()
-                self.calls.append((self.trainer.global_step, name, ours[-1], main))
+            main = threading.current_thread() is threading.main_thread()
+            if self.trainer is not None and (ours or not main):
+                self.calls.append((self.trainer.global_step, name, ours[-1] if ours else "", main))
             return original(*args, **kwargs)
 
         return noted

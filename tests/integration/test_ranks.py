@@ -108,8 +108,9 @@ def test_signals_save_once_and_leave_no_handler(tmp_path: Path, devices: str, wh
     assert [f"HANDLER {rank} True" in output for rank in range(int(devices))] == [True] * int(devices), output
 
 
-def test_saving_changes_nothing(tmp_path: Path, undisturbed: Callable[[str], Path]) -> None:
-    run(tmp_path, *TWO, "--trigger", "EveryNTrainSteps(1)")
+def test_case_17_saves_back_to_back_change_nothing(tmp_path: Path, undisturbed: Callable[[str], Path]) -> None:
+    run(tmp_path, *TWO, "--trigger", "EveryNTrainSteps(1)", "--retention", "KeepAll()", "--drain")
+    assert [record.step for record in CheckpointStore(str(tmp_path / "ckpt")).records()] == list(range(1, 31))
     for rank in (0, 1):
         assert differences(final(undisturbed("stateful"), rank), final(tmp_path, rank)) == []
         collectives = noted(tmp_path, rank)
