@@ -3,9 +3,10 @@
     python benchmarks/save_overhead.py --size 768MiB
     python benchmarks/save_overhead.py --url s3://bucket/folder --storage-options '{"anon": false}' --device cuda
     python benchmarks/save_overhead.py --sweep --max-size 1GiB
+    python benchmarks/save_overhead.py --devices 2
 
-The same training (MLP blocks, AdamW, one device) runs without saving and with each way of saving, each run in a fresh
-process, in turns over several rounds. Ratios are taken within a round. The variants:
+The same training (MLP blocks, AdamW, one device or several with DDP) runs without saving and with each way of saving,
+each run in a fresh process, in turns over several rounds. Ratios are taken within a round. The variants:
 
     none         no saving
     stock        ModelCheckpoint
@@ -24,7 +25,8 @@ What is measured, from outside and in the same way for each variant:
     batches   per save, by how much the batches from its trigger to the end of its write are longer than the median
               batch of that run while nothing is written: held time and competition for cores
     loop      from the first batch to the end of the last one, without waiting for writes; "total" with that
-    idle      what all hooks take in a batch at which nothing is due, in a training of a tiny model
+    idle      what all hooks take in a batch at which nothing is due, in a training of a tiny model; with several
+              devices the mean, where saves are due after some time: stock broadcasts in each batch whether that is so
     GIL       (--gil) for how long at most a spinning thread got no GIL while a save is written and the main thread
               sleeps, less the time for which the system had no core for it; "none" is what the machine itself does
     CPU       processor seconds per GiB saved over those of the run without saving; "saving only" is the main thread in
@@ -56,6 +58,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -73,7 +76,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.utils.data import DataLoader
 
-from lightning_ckpt_policy import CheckpointPolicy, CheckpointStore, EveryNTrainSteps, KeepAll
+from lightning_ckpt_policy import CheckpointPolicy, CheckpointStore, EveryInterval, EveryNTrainSteps, KeepAll
 
 OURS = ("eager", "overlapped")
 VARIANTS = ("none", "stock", "stock_async", "dcp", "dcp_reused", *OURS)
@@ -82,9 +85,11 @@ MIB, GIB = 1 << 20, 1 << 30
 CHUNK = 8 * MIB
 MAX_ACTIVATIONS = GIB
 CHILD = "_run"
+JOB = "SAVE_OVERHEAD_JOB"  # how the processes that Lightning starts on further devices learn what to do
 CHILD_TIMEOUT = 3600.0  # seconds after which a run counts as failed
 # a run that is never due, with a model so small that its step leaves the caches alone
 IDLE = {"size": 1 << 16, "tensors": 4, "batch_size": 8, "device": "cpu", "every": 10**9, "saves": 0, "steps": 500}
+IDLERS = ("stock", *OURS)
 # heading and factor of each figure
 FELT = {
     "held": ("held, ms", 1e3),
@@ -309,16 +314,23 @@ def fit(job: dict[str, Any], pause: Callable[[int, bool], None], ckpt_path: str 
     saver: Any = None
     if variant in OURS:
         save = {"snapshot": variant, "save_on_train_end": False, "storage_options": options or None}
-        saver = CheckpointPolicy(url, EveryNTrainSteps(every), KeepAll(), **save)
+        saver = CheckpointPolicy(
+            url, EveryInterval(hours=1000) if job["timed"] else EveryNTrainSteps(every), KeepAll(), **save
+        )
     elif variant.startswith("stock"):
-        saver = ModelCheckpoint(url, "{step}", save_top_k=-1, every_n_train_steps=every)
+        when: dict[str, Any] = {"every_n_train_steps": every}
+        if job["timed"]:
+            when = {"train_time_interval": timedelta(hours=1000)}
+        saver = ModelCheckpoint(url, "{step}", save_top_k=-1, **when)
     elif variant.startswith("dcp"):
         saver = DcpSave(url, every, options, variant == "dcp_reused", job["device"])
     timer = HookTimer()
     meter = Meter(timer, pause)
     trainer = Trainer(
         accelerator="gpu" if job["device"] == "cuda" else "cpu",
-        devices=1,
+        devices=job["devices"],
+        strategy="ddp" if job["devices"] > 1 else "auto",
+        use_distributed_sampler=False,
         max_epochs=-1,
         max_steps=job["steps"],
         callbacks=[meter] if saver is None else [meter, saver],
@@ -398,7 +410,8 @@ def training(job: dict[str, Any]) -> dict[str, Any]:
     busy = {index for flight in flights for index in (*flight, flight[-1] + 1)}  # that one reports how it ended
     idle = [index for index in range(2, len(wall)) if index not in busy]
     usual = statistics.median(wall[index] for index in idle) if idle else None
-    usual_hooks = statistics.median(hooks[index] for index in idle) if idle else None
+    middle = statistics.fmean if job["timed"] else statistics.median  # what few of the batches bear counts too
+    usual_hooks = middle(hooks[index] for index in idle) if idle else None
     return {
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if job["device"] == "cuda" else None,
@@ -487,13 +500,19 @@ def reference(job: dict[str, Any]) -> dict[str, Any]:
 
 def child() -> None:
     """Do the job that stands on stdin, and answer on stdout."""
-    job = json.load(sys.stdin)
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    job = json.loads(os.environ[JOB]) if rank else json.load(sys.stdin)
+    if job["devices"] > 1:
+        os.environ[JOB] = json.dumps(job)
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed
     warnings.simplefilter("ignore")
     protocol = job["url"].partition("://")[0] if "://" in job["url"] else "file"
     fsspec.config.conf.setdefault(protocol, {}).update(job["storage_options"])  # stock has no option for it
     try:
+        if rank:
+            fit(job, lambda *_: None)
+            os._exit(0)
         result = {"training": training, "calibrate": calibrate, "reference": reference}[job["kind"]](job)
     except BaseException as error:
         last = str(error).strip().splitlines()[-1:]  # DCP's begin with a traceback
@@ -527,7 +546,7 @@ def plan(args: argparse.Namespace, number: int, local: bool) -> list[dict[str, A
         {"group": "reference", "variant": "copy and write", "kind": "reference"},
         *({"group": "main", "variant": variant} for variant in order),
         # what the others do in an idle batch is nothing at all
-        *({"group": "idle", "variant": variant, **IDLE} for variant in order if variant in ("stock", *OURS)),
+        *({"group": "idle", "variant": one, **IDLE, "timed": args.devices > 1} for one in order if one in IDLERS),
         *({"group": "gil", "variant": variant, "gil": True} for variant in order if args.gil and variant != "stock"),
     ]
 
@@ -782,6 +801,7 @@ def parse() -> argparse.Namespace:
     add("--rounds", type=int, default=3, help="how often each variant runs (default 3)")
     add("--url", help="folder or any fsspec URL (default: a temporary folder in the current one)")
     add("--storage-options", type=as_options, default={}, metavar="JSON", help="what fsspec.open takes besides")
+    add("--devices", type=int, default=1, help="processes that train together with DDP (default 1)")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--step-ms", type=float, default=300.0, help="choose the batch size so that a step takes so long (default 300)")
     add("--batch-size", type=int, help="instead of --step-ms")
@@ -794,10 +814,14 @@ def parse() -> argparse.Namespace:
     add("--max-tensors", type=int, default=10_000, help="where --sweep tensors ends (default 10000)")
     add("--max-records", type=int, default=100_000, help="where --sweep records ends (default 100000)")
     args = parser.parse_args()
-    for name, least in {"tensors": 1, "saves": 1, "every": 4, "rounds": 1, "batch_size": 1}.items():
+    for name, least in {"tensors": 1, "saves": 1, "every": 4, "rounds": 1, "batch_size": 1, "devices": 1}.items():
         value = getattr(args, name)
         if value is not None and value < least:
             parser.error(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    if args.devices > 1:
+        if args.gil or args.sweep is not None:
+            parser.error(f"--devices {args.devices} goes with neither --gil nor --sweep: leave those out")
+        args.variants = [variant for variant in args.variants if not variant.startswith("dcp")]  # it would save shards
     args.variants = [variant for variant in VARIANTS if variant in args.variants or variant == "none"]
     args.sweep = list(AXES) if args.sweep == [] else args.sweep
     return args
@@ -819,7 +843,8 @@ def main() -> int:
         base = os.path.abspath(tempfile.mkdtemp(prefix="save-overhead-", dir="."))
     else:
         base = f"{(path if local else args.url).rstrip('/')}/save-overhead-{uuid.uuid4().hex[:8]}"
-    usual = {name: getattr(args, name) for name in ("size", "tensors", "saves", "every", "device", "storage_options")}
+    usual = {name: getattr(args, name) for name in ("size", "tensors", "saves", "every", "storage_options")}
+    usual |= {"device": args.device, "devices": args.devices, "timed": False}
     usual |= {"kind": "training", "steps": args.every * (args.saves + 1) - 1, "records": 0, "gil": False}
     usual |= {"batch_size": args.batch_size, "step_ms": args.step_ms}
     todo = [(number, changes) for number in range(args.rounds) for changes in plan(args, number, local)]
@@ -853,6 +878,7 @@ def main() -> int:
         "runs": runs,
     }
     name = "save_overhead" if args.sweep is None else "save_overhead_sweep"
+    name += f"_{args.devices}_devices" if args.devices > 1 else ""
     out = args.out / name if args.out.is_dir() else args.out
     out.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{out}.json").write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")

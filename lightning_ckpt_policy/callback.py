@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import re
 import signal
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
@@ -33,6 +34,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_ckpt_policy import _lightning, _torch
+from lightning_ckpt_policy.agreement import Agreement, Report
 from lightning_ckpt_policy.barrier import (
     Barrier,
     can_be_put_up,
@@ -67,6 +69,20 @@ VALIDATION_BATCH_END: Literal["validation_batch_end"] = "validation_batch_end"
 TRAIN_END = "train_end"
 # seconds for which ranks wait in one collective while rank 0 waits for the background
 _SLICE = 5.0
+# seconds after which a shared folder shows a new file on every machine
+_SHARED_WITHIN = 5.0
+_SHARE = "a resume reads on every rank. Use a folder that all machines share (NFS, Lustre) or the URL of a store"
+_SAME_ON_ALL_RANKS = (
+    "trigger",
+    "retention",
+    "filename",
+    "save_weights_only",
+    "save_on_train_end",
+    "max_consecutive_failures",
+    "save_timeout",
+    "verify",
+    "snapshot",
+)
 _REASON_CHARACTERS = 300
 # the first overlapped copy of a fit and one in so many after it are compared with the state at the save point
 AUDIT_EVERY = 20
@@ -172,6 +188,7 @@ class CheckpointPolicy(Checkpoint):
         # which checkpoint this fit starts from
         self._selected: str | None = None
         self._asked_for_last = False
+        self._to_load: str | None = None  # what Lightning is about to load, on every rank
         self._loaded: dict[str, Any] | None = None
         self._resumed: CheckpointRecord | None = None
         self._began = False
@@ -194,6 +211,7 @@ class CheckpointPolicy(Checkpoint):
         self._elapsed_before = 0.0  # seconds of training of this run before this fit
         self._fit_began = 0.0
         self._follows = False
+        self._agreement: Agreement | None = None  # of several ranks
         # signals: what arrived in this process, and what all ranks agree on
         self._listens = False
         self._arrivals = SignalCounter()
@@ -237,6 +255,7 @@ class CheckpointPolicy(Checkpoint):
             "_hooks": [],
             "_arrivals": SignalCounter(),
             "_overlap": None,
+            "_agreement": None,
             "_ledger": None,
             "_deleted_before": self.deleted,
             "_active": False,
@@ -332,24 +351,56 @@ class CheckpointPolicy(Checkpoint):
                 "(the package pytorch_lightning is a separate copy that ignores this callback)"
             )
         store = self._bind(trainer)
-        others = [cb for cb in _lightning.callbacks(trainer) if isinstance(cb, CheckpointPolicy) and cb is not self]
+        self._install_io(trainer)
+        policies = [callback for callback in _lightning.callbacks(trainer) if isinstance(callback, CheckpointPolicy)]
+        if trainer.world_size > 1 and policies[0] is self:
+            _check_that_ranks_agree(trainer, policies)
+        others = [policy for policy in policies if policy is not self]
         if any(_same_folder(other._bind(trainer).url, store.url) for other in others):
             raise ValueError(
                 f"two CheckpointPolicy callbacks share dirpath={store.url!r}: give each its own dirpath, "
                 "or join them in one with trigger=a | b and retention=a | b"
             )
         self._trainer = weakref.ref(trainer)
-        self._install_io(trainer)
         self._loaded = None
         self._resumed = None
         self._began = False
-        if trainer.strategy.broadcast(self._selected is None) != (self._selected is None):
-            raise CheckpointError(
-                f'ckpt_path="last": rank {trainer.global_rank} and rank 0 don\'t find the same checkpoints in '
-                f"{store.url!r}: all ranks must see one folder"
-            )
         if stage == TrainerFn.FITTING and not _lightning.fast_dev_run(trainer):
             _on_rank_zero(trainer, store.check)
+            if trainer.world_size > 1 and "://" not in store.url:
+                self._check_that_ranks_share(trainer, store.url)
+        nothing = _gather(trainer, self._selected is None)
+        if any(nothing) and not all(nothing):
+            raise CheckpointError(
+                f'ckpt_path="last": {_shown_ranks([rank for rank, is_so in enumerate(nothing) if is_so])} of '
+                f"{trainer.world_size} can't see the checkpoints in {store.url!r}: {_SHARE}"
+            )
+
+    def _check_that_ranks_share(self, trainer: Trainer, folder: str) -> None:
+        """See whether all ranks have the same folder at this path."""
+        probe = Path(folder, f".shared-{trainer.strategy.broadcast(_new_run_id())}")
+        _on_rank_zero(trainer, probe.touch)
+        deadline = time.monotonic() + _SHARED_WITHIN
+        while not (found := probe.exists()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        blind = [rank for rank, sees in enumerate(_gather(trainer, found)) if not sees]
+        if trainer.is_global_zero:
+            probe.unlink(missing_ok=True)
+        if not blind:
+            return
+        message = f"dirpath={folder!r}: {_shown_ranks(blind)} can't see what rank 0 writes there"
+        asked = self._to_load
+        if asked is not None and (asked in ("last", "best") or self.store.name_of(asked) is not None):
+            raise CheckpointError(f"{message}: {_SHARE}")
+        self._warn_once(f"{message}, so this can't be resumed with ckpt_path='last': {_SHARE}")
+
+    def _arguments(self) -> dict[str, str]:
+        """What must be the same on every rank, as text; never a value of ``storage_options``."""
+        values = {name: getattr(self, name) for name in _SAME_ON_ALL_RANKS}
+        values["dirpath"] = self.store.url
+        values["storage_options"] = sorted(map(str, self._storage_options or ()))
+        # an object without a repr of its own has another one in each process
+        return {name: re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value)) for name, value in values.items()}
 
     def _bind(self, trainer: Trainer) -> CheckpointStore:
         """The store, with ``dirpath=None`` resolved."""
@@ -431,6 +482,7 @@ class CheckpointPolicy(Checkpoint):
         """Open a checkpoint of this store, verified while it is read; ``None`` if ``path`` isn't one."""
         trainer = self._trainer()
         store = self._store
+        together, self._to_load = self._to_load is not None, None
         if trainer is None or store is None:
             return None
         name = store.name_of(path)
@@ -466,6 +518,9 @@ class CheckpointPolicy(Checkpoint):
             rank_zero_warn(f"{path!r} has no record in {store.url!r}: it is loaded without being verified")
             return None
 
+        if not together:  # a load of the user's own, perhaps on one rank alone
+            choose()
+            return opened[0] if opened else None
         record = _on_rank_zero(trainer, choose)
         if record is None:
             return None
@@ -497,14 +552,15 @@ class CheckpointPolicy(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin an attempt of a run, sweep what a killed one left, and restore the random state."""
         self._release_loaders()
+        self._to_load = None  # another policy's was loaded
         if _lightning.fast_dev_run(trainer):
             return
-        now = time.monotonic()
+        now, wall_clock = trainer.strategy.broadcast((time.monotonic(), time.time()))
         same_process = (
             self._loaded is None and self._attempt is not None and 0 < self._since.step <= trainer.global_step
         )
         if self._loaded and "progress" in self._loaded:
-            elapsed = max(0.0, time.time() - self._loaded["created_at"])
+            elapsed = max(0.0, wall_clock - self._loaded["created_at"])
             self._since = Progress(**self._loaded["progress"], time=now - elapsed)
             self._elapsed_before = self._since.elapsed
         elif same_process:
@@ -537,6 +593,7 @@ class CheckpointPolicy(Checkpoint):
         self._writer.before_wait = self._reach_barrier  # a save that isn't complete isn't written
         self._overlapped = 0
         self._reserved = False
+        self._agree(trainer)
         self._warn_about_limits(trainer, pl_module)
         self._watch_optimizers(trainer, pl_module)
         if not self._loaded:
@@ -691,18 +748,18 @@ class CheckpointPolicy(Checkpoint):
             self._pace.batch_ended(clock, self._writer.saving)
         if self._ledger is not None and self._ledger.events:
             self._report(trainer)
-        if self._listens:
-            self._signals = self._agreed_signals(trainer)
+        if self._agreement is not None:
+            if self._stepped and self._agreement.tick(clock):
+                self._exchange(trainer)
+            clock = self._agreement.time
+        elif self._listens:
+            self._signals = self._arrivals.counts
         epoch_ends = _lightning.is_last_batch(trainer)
         now = self._progress(trainer, step, epoch_ends, clock)
         reasons = self._due(now)
         ending = _is_ending(trainer, now, epoch_ends)
         if not (
-            reasons
-            or self._signals
-            or (ending and self.save_on_train_end)
-            or (epoch_ends and self._may_stop_late)
-            or self._exchanges_always(trainer)
+            reasons or self._signals or (ending and self.save_on_train_end) or (epoch_ends and self._may_stop_late)
         ):
             return
         if self._gradients_pending(trainer, pl_module) or _lightning.validation_is_due(trainer):
@@ -720,6 +777,8 @@ class CheckpointPolicy(Checkpoint):
                 self._exchanges_in_validation = not may_validate_other_weights(trainer, pl_module) and (
                     trainer.world_size == 1 or _same_on_all_ranks(trainer, trainer.num_val_batches)
                 )
+                if self._agreement is not None:
+                    self._agreement.begin("validation", time.monotonic())
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
@@ -727,15 +786,15 @@ class CheckpointPolicy(Checkpoint):
         """Save if a signal asks for the end of the fit; a resume runs the whole validation."""
         if not (self._active and self._listens and self._exchanges_in_validation):
             return
-        self._signals = self._agreed_signals(trainer)
+        if self._agreement is None:
+            self._signals = self._arrivals.counts
+        elif self._agreement.tick(time.monotonic()):
+            self._exchange(trainer)
         if not self._signals or _lightning.validation_ends(trainer) or self._gradients_pending(trainer, pl_module):
             return
         epoch_ends = _lightning.is_last_batch(trainer)
-        now = self._progress(trainer, trainer.global_step, epoch_ends, time.monotonic())
-        stops = self._stops(now)
-        if trainer.world_size > 1:
-            stops = trainer.strategy.broadcast(stops)
-        if stops:
+        now = self._progress(trainer, trainer.global_step, epoch_ends, self._clock())
+        if self._stops(now):
             self._consider(trainer, now, VALIDATION_BATCH_END, self._due(now), True, epoch_ends)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -746,8 +805,12 @@ class CheckpointPolicy(Checkpoint):
             self._report(trainer)
         self._validations += 1
         self._validated_step = trainer.global_step
-        if self._listens:
-            self._signals = self._agreed_signals(trainer)
+        if self._agreement is not None:
+            self._agreement.begin("training", time.monotonic())
+            if self.trigger.timed:
+                self._exchange(trainer)
+        elif self._listens:
+            self._signals = self._arrivals.counts
         metrics = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
@@ -763,8 +826,10 @@ class CheckpointPolicy(Checkpoint):
                     f"{useless if rule == 'retention' else 'it makes no save due'}. "
                     f"Log it in validation_step or on_validation_epoch_end: self.log({monitor!r}, ...)"
                 )
+        if self._agreement is not None and self.trigger.timed:
+            metrics = trainer.strategy.broadcast(metrics)  # one that isn't reduced over the ranks differs among them
         epoch_ends = _lightning.is_last_batch(trainer)
-        now = self._progress(trainer, trainer.global_step, epoch_ends, time.monotonic(), metrics)
+        now = self._progress(trainer, trainer.global_step, epoch_ends, self._clock(), metrics)
         if self._gradients_pending(trainer, pl_module):
             return
         reasons = self._due(now)
@@ -782,7 +847,7 @@ class CheckpointPolicy(Checkpoint):
             metrics=metrics,
             elapsed=self._elapsed_before + clock - self._fit_began,
             signals=self._signals,
-            measured=self._measured,
+            measured=self._measured if self._agreement is None else self._agreement.measured,
         )
 
     def _due(self, now: Progress) -> tuple[str, ...]:
@@ -791,16 +856,45 @@ class CheckpointPolicy(Checkpoint):
             self._since = self.trigger.follow(now, self._since)
         return reasons
 
-    def _agreed_signals(self, trainer: Trainer) -> Mapping[str, int]:
-        """How often each signal has arrived, the same on every rank."""
-        counts = self._arrivals.counts
-        if trainer.world_size == 1:
-            return counts
-        names = self.trigger.signals
-        local = torch.tensor([counts.get(name, 0) for name in names], device=trainer.strategy.root_device)
-        agreed = trainer.strategy.reduce(local, reduce_op="max")
-        assert isinstance(agreed, torch.Tensor)
-        return {name: count for name, count in zip(names, agreed.tolist(), strict=True) if count}
+    def _agree(self, trainer: Trainer) -> None:
+        """Begin to share a clock with the other ranks."""
+        self._agreement = None
+        if trainer.world_size > 1:
+            self._agreement = Agreement(
+                functools.partial(_greatest, trainer.strategy.root_device),
+                leads=trainer.is_global_zero,
+                watches=self.trigger.timed,
+                signals=self.trigger.signals,
+            )
+            if self.trigger.timed:
+                self._exchange(trainer)
+
+    def _exchange(self, trainer: Trainer) -> None:
+        """Let all ranks know the time, the signals and how saving goes; end them together if too many saves failed."""
+        assert self._agreement is not None
+        busy = self._writer.saving or self._overlap is not None
+        if self._ledger is not None and self._ledger.events:
+            self._report(trainer)  # of a save that isn't on its way any more all is known
+        report = Report(
+            clock=time.monotonic(),
+            busy=busy,
+            superseded=self._superseded,
+            failing=self._failures >= self.max_consecutive_failures,
+            measured=self._measured or Measured(),
+            signals=self._arrivals.counts,
+        )
+        self._agreement.exchange(report, functools.partial(self._due_in, trainer))
+        self._signals = self._agreement.signals
+        if self._agreement.failing:
+            _on_rank_zero(trainer, self._raise_after_failures)
+
+    def _due_in(self, trainer: Trainer, steps: int, seconds: float) -> bool:
+        now = self._progress(trainer, trainer.global_step + steps, False, self._clock() + seconds)
+        return bool(self.trigger.due(now, self._since))
+
+    def _clock(self) -> float:
+        """Seconds on a clock that only goes forward, the same on every rank."""
+        return time.monotonic() if self._agreement is None else self._agreement.time
 
     def _stops(self, now: Progress) -> bool:
         """Whether a signal ends the fit at this save point. After SIGTERM Lightning ends every fit."""
@@ -812,19 +906,13 @@ class CheckpointPolicy(Checkpoint):
         # in manual optimization nobody but the module knows its windows: the end of one is a batch that stepped
         return _lightning.gradients_pending(trainer) if pl_module.automatic_optimization else not self._stepped
 
-    def _exchanges_always(self, trainer: Trainer) -> bool:
-        # clocks are rank 0's alone, so no other rank knows when a timed trigger is due
-        return trainer.world_size > 1 and self.trigger.timed
-
     def _consider(
         self, trainer: Trainer, now: Progress, point: str, reasons: tuple[str, ...], ending: bool, epoch_ends: bool
     ) -> None:
         """Save, unless this step's state was captured already or another save is on its way."""
         started = time.perf_counter()
-        hold = False
+        hold = waited = False
         stops = self._stops(now)
-        if trainer.world_size > 1 and self.trigger.timed:  # only rank 0 knows
-            reasons, stops = trainer.strategy.broadcast((reasons, stops))
         ending = ending or stops
         if now.step == self._since.step:
             reasons = ()
@@ -839,10 +927,11 @@ class CheckpointPolicy(Checkpoint):
             # the last chance of the fit, as far as is known before EarlyStopping decides; or of the epoch, since within
             # one a plain loader can't be resumed exactly
             self._drain(trainer, self._patience, saves_only=True)
-        if reasons:
-            reasons = _on_rank_zero(trainer, lambda: self._settle(reasons, now.metrics))
-        if reasons:
+            waited = True
+        if reasons and self._can_save(trainer, now.metrics, waited):
             self._save(trainer, now, point, reasons, started, last=ending or hold, hold=hold)
+            if self._agreement is not None:
+                self._agreement.saved(functools.partial(self._due_in, trainer))
         if stops:
             self._drain(trainer, self._patience, saves_only=True)
             rank_zero_info(
@@ -853,19 +942,27 @@ class CheckpointPolicy(Checkpoint):
                 _lightning.stop_as_after_sigterm(trainer)
         self._arrivals.raise_held()
 
-    def _settle(self, reasons: tuple[str, ...], metrics: Mapping[str, float]) -> tuple[str, ...]:
-        if not reasons or self._superseded:
-            return ()
-        if self._writer.saving or self._overlap is not None:
+    def _can_save(self, trainer: Trainer, metrics: Mapping[str, float], waited: bool = False) -> bool:
+        """Whether a save that is due can begin, the same on every rank; ``waited`` after waiting for the one before."""
+        if self._agreement is None:
+            superseded, busy = self._superseded, self._writer.saving or self._overlap is not None
+        else:
+            if waited or self._agreement.asks():
+                self._exchange(trainer)
+            superseded, busy = self._agreement.superseded, not self._agreement.free
+        if superseded:
+            return False
+        if busy:
             if metrics:
                 self._warn_once(
                     "a save that was due at the end of a validation waits for the one before it, which is still being "
                     "written: its checkpoint will be of a later step, without that validation's metrics. Saves are due "
                     "faster than the store takes them: let triggers fire less often"
                 )
-            return ()
-        self._raise_after_failures()
-        return reasons
+            return False
+        if self._agreement is None:
+            self._raise_after_failures()
+        return True
 
     @property
     def _patience(self) -> float:
@@ -1054,6 +1151,8 @@ class CheckpointPolicy(Checkpoint):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget a state that was kept back in case the fit ended with the last epoch."""
         self._pace.interrupted()
+        if self._agreement is not None:
+            self._agreement.interrupted()
         self._release_held()
 
     def _release_held(self) -> None:
@@ -1066,7 +1165,7 @@ class CheckpointPolicy(Checkpoint):
         if self._capturing is None and STATE_KEY in checkpoint:
             return
         now, point = self._capturing or (
-            self._progress(trainer, trainer.global_step, False, time.monotonic()),
+            self._progress(trainer, trainer.global_step, False, self._clock()),
             "user",
         )
         epoch_ended = self._capturing is not None and _lightning.is_last_batch(trainer)
@@ -1122,6 +1221,8 @@ class CheckpointPolicy(Checkpoint):
             pruned = self._drain(trainer, DELETE_TIMEOUT + GRACE, saves_only=False)
             status = "stopped" if trainer.should_stop else "finished"
             _on_rank_zero(trainer, lambda: self._finish(trainer, confirmed, pruned, status))
+            if self._agreement is not None and self._listens:
+                self._exchange(trainer)
         except KeyboardInterrupt:
             interrupted = True  # `on_exception` waits for what is left
             raise
@@ -1132,12 +1233,12 @@ class CheckpointPolicy(Checkpoint):
     def _end_fit(self, trainer: Trainer) -> None:
         try:
             if self._listens and self._stops(
-                self._progress(trainer, trainer.global_step, False, time.monotonic())
+                self._progress(trainer, trainer.global_step, False, self._clock())
             ):  # it came after the last save point: for who asks trainer.received_sigterm
                 _lightning.stop_as_after_sigterm(trainer)
         finally:
             self._active = False
-            self._elapsed_before += time.monotonic() - self._fit_began
+            self._elapsed_before += self._clock() - self._fit_began
             self._release()
             self._arrivals.restore()
             self._staging.clear()
@@ -1226,7 +1327,7 @@ class CheckpointPolicy(Checkpoint):
         if reasons and exact and now.step != self._since.step:
             try:
                 self._writer.drain(self._patience, saves_only=True)
-                if self._settle(reasons, {}):
+                if self._can_save(trainer, {}):
                     self._save(trainer, now, point, reasons, time.perf_counter(), last=True, hold=False)
             except Exception as error:  # it must not mask the one that is on its way
                 rank_zero_warn(f"What a signal asked for could not be saved: {_describe(error)}")
@@ -1235,6 +1336,7 @@ class CheckpointPolicy(Checkpoint):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take back what a fit that had nothing left to train was prepared with."""
         self._release()
+        self._to_load = None
 
     def _end_attempt(self, status: str) -> None:
         assert self._ledger is not None
@@ -1393,6 +1495,7 @@ def _answer_ckpt_path(trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any) -> 
     for policy in policies:
         policy._selected = None
         policy._asked_for_last = ckpt_path == "last"
+        policy._to_load = None if ckpt_path is None else str(ckpt_path)
     if not policies or ckpt_path not in ("last", "best"):
         return False, None
     if ckpt_path == "best":
@@ -1505,6 +1608,48 @@ def _gather(trainer: Trainer, state: T) -> list[T]:
     states: list[Any] = [None] * trainer.world_size
     torch.distributed.all_gather_object(states, state)
     return states
+
+
+def _greatest(device: torch.device, values: Sequence[float]) -> list[float]:
+    """The greatest of each value over all ranks, on every rank."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def _check_that_ranks_agree(trainer: Trainer, policies: list[CheckpointPolicy]) -> None:
+    """Compare the policies of all ranks.
+
+    Raises:
+        ValueError: On every rank, where one was given other arguments than rank 0.
+    """
+    for policy in policies:
+        policy._bind(trainer)
+    own = [policy._arguments() for policy in policies]
+    digests = _gather(trainer, hashlib.sha256(repr(own).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    everyone = _gather(trainer, own)
+    others = [rank for rank, policies_there in enumerate(everyone) if policies_there != everyone[0]]
+    first, there = everyone[0], everyone[others[0]]
+    if len(first) != len(there):
+        name, values = "the number of CheckpointPolicy callbacks", [str(len(first)), str(len(there))]
+    else:
+        name, values = next(
+            (name, [value, arguments[name]])
+            for policy, arguments in zip(first, there, strict=True)
+            for name, value in policy.items()
+            if value != arguments[name]
+        )
+    raise ValueError(
+        f"{name} differs between the ranks: {_shortened(values[0])} on rank 0, {_shortened(values[1])} on "
+        f"{_shown_ranks(others)}. Ranks must decide alike: give each of them the same arguments"
+    )
+
+
+def _shown_ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _same_on_all_ranks(trainer: Trainer, value: Any) -> bool:

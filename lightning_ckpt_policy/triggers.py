@@ -383,7 +383,8 @@ class OnSignal(Trigger):
 
     It is acted on at the end of the batch in which it arrives, or of its accumulation window; while a save is in flight
     it stays due. Several that arrive before one capture make one save. Signals of an earlier attempt don't count after
-    a resume. On several ranks it is enough that one of them gets it.
+    a resume. On several ranks it is enough that one of them gets it: all of them then know it within 5 s and 64 steps,
+    or one step if a step takes longer.
 
     With ``stop`` the fit ends once the save is confirmed, for ``save_timeout`` at most: for a scheduler that warns
     before it takes the machine away. It ends as Lightning ends one after SIGTERM, with a ``SIGTERMException``, which is
@@ -738,8 +739,8 @@ class PhaseSchedule(Trigger):
 class When(Trigger):
     """Due when a function of one's own, called as ``function(now, since)``, returns something true.
 
-    A plain function beside ``|`` or ``&``, or in a list of triggers, becomes this. It may answer differently on each
-    rank, so rank 0 is asked.
+    A plain function beside ``|`` or ``&``, or in a list of triggers, becomes this. With several ranks each of them
+    asks, about the same ``now`` and ``since``, and also about moments to come: the answer must depend on these alone.
 
     Raises:
         ValueError: ``function`` can't be called, or is a class.

@@ -51,6 +51,14 @@ def test_compares(tmp_path: Path) -> None:
     assert "overlapped" in said
 
 
+def test_several_devices_train_together(tmp_path: Path) -> None:
+    job = {"kind": "training", "variant": "overlapped", "devices": 2, "timed": False, "device": "cpu", "gil": False}
+    job |= {"size": 1 << 18, "tensors": 2, "batch_size": 4, "saves": 1, "every": 4, "steps": 7, "records": 0}
+    result = save_overhead.run({**job, "storage_options": {}}, str(tmp_path), local=True)
+    assert result.get("error") is None
+    assert result["saves"] == len(result["held_seconds"]) == 1
+
+
 @pytest.mark.timeout(300)
 def test_sweeps(tmp_path: Path) -> None:
     result, _ = run(tmp_path, "--sweep records --max-records 10 --variants overlapped")

@@ -14,11 +14,13 @@ import torch
 REPOSITORY = Path(__file__).parents[2]
 
 
-def start(root: Path, *options: str, **environment: str) -> subprocess.Popen[str]:
+def start(
+    root: Path, *options: str, module: str = "tests.integration.job", **environment: str
+) -> subprocess.Popen[str]:
     """The job in a process group of its own."""
     root.mkdir(exist_ok=True)
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.job", "--root", str(root), *options],
+        [sys.executable, "-m", module, "--root", str(root), *options],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdout=subprocess.PIPE,

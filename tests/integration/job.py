@@ -6,9 +6,14 @@ Run as ``python -m tests.integration.job --root DIR``. Writes each rank's final 
 from __future__ import annotations
 
 import argparse
+import atexit
+import functools
+import json
 import os
 import signal
+import threading
 import time
+import traceback
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,7 +27,7 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_ckpt_policy
-from lightning_ckpt_policy import CheckpointPolicy, snapshot
+from lightning_ckpt_policy import CheckpointPolicy, callback, snapshot
 from lightning_ckpt_policy.backends import LocalBackend
 from tests.models import Rows, drain_each_save, fit, loader
 
@@ -30,14 +35,21 @@ RULES = {name: getattr(lightning_ckpt_policy, name) for name in lightning_ckpt_p
 
 
 class Disturb(Callback):
-    """Slows each batch down, and raises, kills the process or sends it SIGTERM at a step."""
+    """Slows each batch down, and raises, kills the process or sends it SIGTERM in the batch after a step."""
 
-    def __init__(self, seconds: float, crash_at: int | None, crash_rank: int | None, how: str) -> None:
+    def __init__(self, seconds: float, crash_at: int | None, crash_rank: int | None, how: str, where: str) -> None:
         self.seconds, self.crash_at, self.crash_rank, self.how = seconds, crash_at, crash_rank, how
+        self.where = where
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         time.sleep(self.seconds)
-        if self.crash_at is None or trainer.global_step < self.crash_at:
+        self.meet(trainer, "training")
+
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.meet(trainer, "validation")
+
+    def meet(self, trainer: Trainer, where: str) -> None:
+        if where != self.where or self.crash_at is None or trainer.global_step < self.crash_at:
             return
         if self.crash_rank in (None, trainer.global_rank):
             if self.how == "kill":
@@ -60,6 +72,52 @@ class Meddle(Callback):
             with torch.no_grad():
                 for parameter in pl_module.parameters():
                     parameter.add_(0.001)
+
+
+class Clock:
+    """In place of the module ``time``: one that runs slow and jumps ahead once a second."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+
+    def monotonic(self) -> float:
+        passed = time.monotonic() - self.began
+        return 5e5 + 0.3 * passed + 1000.0 * int(passed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+class Collectives:
+    """Notes each collective of the policy, and any outside the main thread: at which step, in which hook and thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, str, str, bool]] = []
+        self.trainer: Trainer | None = None
+        for name in ("all_reduce", "all_gather_object", "broadcast_object_list", "barrier", "broadcast"):
+            setattr(torch.distributed, name, self.noting(name, getattr(torch.distributed, name)))
+
+    def noting(self, name: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            frames = [frame.f_code for frame, _ in traceback.walk_stack(None)]
+            ours = [code.co_name for code in frames if code.co_filename == callback.__file__]
+            main = threading.current_thread() is threading.main_thread()
+            if self.trainer is not None and (ours or not main):
+                self.calls.append((self.trainer.global_step, name, ours[-1] if ours else "", main))
+            return original(*args, **kwargs)
+
+        return noted
+
+
+class Follow(Callback):
+    """Lets `Collectives` know the Trainer."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self.collectives.trainer = trainer
 
 
 def disturb_writes(seconds: float, fail: bool) -> None:
@@ -88,6 +146,8 @@ def main() -> None:
     parser.add_argument("--crash-at", type=int)
     parser.add_argument("--crash-rank", type=int)
     parser.add_argument("--crash-how", default="raise", choices=["raise", "kill", "sigterm"])
+    parser.add_argument("--crash-where", default="training", choices=["training", "validation"])
+    parser.add_argument("--lying-clock", type=int, help="rank whose clock runs slow and jumps")
     parser.add_argument("--no-policy", action="store_true")
     parser.add_argument("--write-seconds", type=float, default=0.0, help="slows each payload's write down")
     parser.add_argument("--fail-writes", action="store_true", help="lets each payload's write fail")
@@ -99,6 +159,10 @@ def main() -> None:
     if args.drain:
         drain_each_save(pytest.MonkeyPatch())
     disturb_writes(args.write_seconds, args.fail_writes)
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    if rank == args.lying_clock:
+        callback.time = Clock()  # type: ignore[attr-defined]
+    handler = signal.getsignal(signal.SIGTERM)
 
     policy = CheckpointPolicy(
         args.url or args.root / "ckpt",
@@ -113,9 +177,10 @@ def main() -> None:
             "use_distributed_sampler": args.loader == "plain",
         }
         if args.loader == "stateful":
-            rank = int(os.environ.get("LOCAL_RANK", 0))
             sampler = DistributedSampler(Rows(40 * args.devices), args.devices, rank, seed=3)
             train = partial(StatefulDataLoader, sampler.dataset, batch_size=4, sampler=sampler)
+    collectives = Collectives()
+    atexit.register(lambda: print(f"HANDLER {rank} {signal.getsignal(signal.SIGTERM) == handler}", flush=True))
     observer = fit(
         args.root,
         None if args.no_policy else policy,
@@ -123,12 +188,17 @@ def main() -> None:
         ckpt_path=None if args.no_policy else "last",
         train=train,
         validate=True,
-        callbacks=[Disturb(args.step_seconds, args.crash_at, args.crash_rank, args.crash_how), Meddle(args.meddle_at)],
+        callbacks=[
+            Disturb(args.step_seconds, args.crash_at, args.crash_rank, args.crash_how, args.crash_where),
+            Meddle(args.meddle_at),
+            Follow(collectives),
+        ],
         max_epochs=args.epochs,
         devices=args.devices,
         **distributed,
     )
     trainer: Trainer = observer.trainer  # type: ignore[attr-defined]
+    (args.root / f"collectives-{rank}.json").write_text(json.dumps(collectives.calls))
     torch.save({**observer.final, "batches": observer.batches}, args.root / f"final-{trainer.global_rank}.pt")
 
 
