@@ -54,7 +54,7 @@ from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, Ledger, SaveOutcome
 from lightning_ckpt_policy.record import CheckpointRecord, is_safe_name
 from lightning_ckpt_policy.retention import KeepAll, KeepLast, Retention, as_retention, best
 from lightning_ckpt_policy.rng import collect_rng_state, restore_rng_state
-from lightning_ckpt_policy.signals import SignalCounter
+from lightning_ckpt_policy.signals import RAISED, SignalCounter
 from lightning_ckpt_policy.snapshot import CHUNK_BYTES, Image, Staging, still_storages
 from lightning_ckpt_policy.store import Attempt, CheckpointStore
 from lightning_ckpt_policy.triggers import AdaptiveInterval, EveryNEpochs, Progress, Trigger, as_trigger
@@ -864,7 +864,7 @@ class CheckpointPolicy(Checkpoint):
                 functools.partial(_greatest, trainer.strategy.root_device),
                 leads=trainer.is_global_zero,
                 watches=self.trigger.timed,
-                signals=self.trigger.signals,
+                signals=(*self.trigger.signals, RAISED) if self.trigger.signals else (),
             )
             if self.trigger.timed:
                 self._exchange(trainer)
@@ -899,7 +899,7 @@ class CheckpointPolicy(Checkpoint):
     def _stops(self, now: Progress) -> bool:
         """Whether a signal ends the fit at this save point. After SIGTERM Lightning ends every fit."""
         return bool(now.signals) and (
-            SIGTERM in now.signals or self._arrivals.held is not None or self.trigger.stops(now, self._since)
+            SIGTERM in now.signals or RAISED in now.signals or self.trigger.stops(now, self._since)
         )
 
     def _gradients_pending(self, trainer: Trainer, pl_module: LightningModule) -> bool:
@@ -938,9 +938,8 @@ class CheckpointPolicy(Checkpoint):
                 f"CheckpointPolicy: {' and '.join(sorted(now.signals))} ends this fit at step {now.step}; the newest "
                 f"confirmed checkpoint is {self.last_model_path or 'none'}"
             )
-            if self._arrivals.held is None:
-                _lightning.stop_as_after_sigterm(trainer)
-        self._arrivals.raise_held()
+            self._arrivals.raise_held()
+            _lightning.stop_as_after_sigterm(trainer)
 
     def _can_save(self, trainer: Trainer, metrics: Mapping[str, float], waited: bool = False) -> bool:
         """Whether a save that is due can begin, the same on every rank; ``waited`` after waiting for the one before."""

@@ -13,6 +13,10 @@ Handler = Callable[[int, FrameType | None], Any]
 _SIGCHLD: signal.Signals | None = getattr(signal, "SIGCHLD", None)  # not on every platform
 
 
+# counted as a signal once an earlier handler has raised
+RAISED = "the error of its earlier handler"
+
+
 class SignalCounter:
     """Counts how often signals arrive in this process, from `install` to `restore`.
 
@@ -96,6 +100,7 @@ class SignalCounter:
                 handler(number, frame)
             except BaseException as error:
                 self.held = error
+                self.counts = {**self.counts, RAISED: 1}
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -35,7 +35,7 @@ RULES = {name: getattr(lightning_ckpt_policy, name) for name in lightning_ckpt_p
 
 
 class Disturb(Callback):
-    """Slows each batch down, and raises, kills the process or sends it SIGTERM in the batch after a step."""
+    """Slows each batch down, and raises, kills the process or sends it a signal in the batch after a step."""
 
     def __init__(self, seconds: float, crash_at: int | None, crash_rank: int | None, how: str, where: str) -> None:
         self.seconds, self.crash_at, self.crash_rank, self.how = seconds, crash_at, crash_rank, how
@@ -54,9 +54,9 @@ class Disturb(Callback):
         if self.crash_rank in (None, trainer.global_rank):
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if self.how == "sigterm":
+            if self.how in ("sigterm", "handler"):
                 self.crash_at = None
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM if self.how == "sigterm" else signal.SIGUSR1)
                 return
             raise RuntimeError(f"rank {trainer.global_rank} at step {trainer.global_step}")
 
@@ -132,6 +132,10 @@ def disturb_writes(seconds: float, fail: bool) -> None:
     LocalBackend.write_payload = write_payload  # type: ignore[method-assign, assignment]
 
 
+def raise_error(*_: object) -> None:
+    raise RuntimeError("the launcher's handler")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", type=Path, required=True)
@@ -145,7 +149,7 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.add_argument("--crash-at", type=int)
     parser.add_argument("--crash-rank", type=int)
-    parser.add_argument("--crash-how", default="raise", choices=["raise", "kill", "sigterm"])
+    parser.add_argument("--crash-how", default="raise", choices=["raise", "kill", "sigterm", "handler"])
     parser.add_argument("--crash-where", default="training", choices=["training", "validation"])
     parser.add_argument("--lying-clock", type=int, help="rank whose clock runs slow and jumps")
     parser.add_argument("--no-policy", action="store_true")
@@ -163,6 +167,8 @@ def main() -> None:
     if rank == args.lying_clock:
         callback.time = Clock()  # type: ignore[attr-defined]
     handler = signal.getsignal(signal.SIGTERM)
+    if args.crash_how == "handler":
+        signal.signal(signal.SIGUSR1, raise_error)
 
     policy = CheckpointPolicy(
         args.url or args.root / "ckpt",

@@ -108,6 +108,18 @@ def test_signals_save_once_and_leave_no_handler(tmp_path: Path, devices: str, wh
     assert [f"HANDLER {rank} True" in output for rank in range(int(devices))] == [True] * int(devices), output
 
 
+def test_what_a_handler_of_one_rank_raises_ends_all_once_the_state_is_saved(tmp_path: Path) -> None:
+    trigger = ("--trigger", "AtSteps([1000]) | OnSignal('SIGUSR1')", "--group-timeout", "30")
+    output = run(
+        tmp_path, *TWO, *trigger, "--crash-at", "13", "--crash-how", "handler", "--crash-rank", "1", expect=None
+    )
+    assert "RuntimeError: the launcher's handler" in output
+    store = CheckpointStore(str(tmp_path / "ckpt"))
+    (record,) = store.records()
+    store.verify(record)
+    assert 14 <= record.step <= 20
+
+
 def test_case_17_saves_back_to_back_change_nothing(tmp_path: Path, undisturbed: Callable[[str], Path]) -> None:
     run(tmp_path, *TWO, "--trigger", "EveryNTrainSteps(1)", "--retention", "KeepAll()", "--drain")
     assert [record.step for record in CheckpointStore(str(tmp_path / "ckpt")).records()] == list(range(1, 31))
