@@ -186,8 +186,10 @@ class CheckpointStore:
         self._part_bytes = part_bytes
         self._used: set[str] = set()  # names given out by this process
         self._sequence = 0
-        self._numbered: set[str] = set()  # records whose sequence is known
         self._numbers: dict[str, int] = {}  # run -> this process's attempt
+        self._noted: set[str] = set()  # the attempts that had begun when this process's own did
+        self._names: set[str] | None = None  # in the folder, as they were listed since then
+        self._unswept: dict[str, Entry | None] | None = None  # that listing, for the sweep that follows it
         self._parsed: dict[str, tuple[Entry, CheckpointRecord | None]] = {}
         self._warned: set[str] = set()
         self._connect()
@@ -445,8 +447,7 @@ class CheckpointStore:
         """
         base = _base_name(filename, step)
         backend = self.backend
-        taken = backend.names()
-        self._learn_sequences(taken)
+        taken = self._taken(run_id, attempt)
         version = 0
         while True:
             name = f"{base}-v{version}{PAYLOAD_SUFFIX}" if version else f"{base}{PAYLOAD_SUFFIX}"
@@ -533,7 +534,6 @@ class CheckpointStore:
             if not self._undo(pending) and isinstance(error, OSError):
                 raise self._swept(pending) from error
             raise
-        self._numbered.add(pending.name + RECORD_SUFFIX)
         try:
             marker = self._read_marker(pending.name)
             swept = backend.size(pending.name) is None
@@ -565,7 +565,9 @@ class CheckpointStore:
         """
         swept: list[str] = []
         backend = self.backend
-        entries = backend.entries()
+        entries, self._unswept = self._unswept, None
+        if entries is None or self._numbers.get(run_id) != before_attempt:
+            entries = backend.entries()
 
         def remove(name: str) -> None:
             there = name in entries or backend.size(name) is not None
@@ -584,6 +586,8 @@ class CheckpointStore:
                 late = self._read_record(name)  # the older attempt may have written it in the meantime
                 if late is not None and late.run_id == run_id and late.attempt < before_attempt:
                     remove(name + RECORD_SUFFIX)
+            else:
+                self._names = None  # the older attempt may have written it since the folder was listed
             remove(name + PENDING_SUFFIX)
 
         temporaries = re.compile(rf"\.{re.escape(run_id)}-(\d{{6,}})\.[0-9a-f]{{8}}\.tmp")
@@ -612,14 +616,14 @@ class CheckpointStore:
 
     def attempts(self, run_id: str | None = None) -> list[Attempt]:
         """The attempts of a run, or of all runs, by run and number. Unreadable ones are skipped with a warning."""
-        backend = self.backend
-        names = sorted(
-            name
-            for name, size in backend.list(_ATTEMPTS).items()
-            if _is_attempt(name, run_id) and size <= MAX_RECORD_BYTES
-        )
+        listed = self._list_attempts()
+        names = [name for name in sorted(listed) if _is_attempt(name, run_id) and listed[name] <= MAX_RECORD_BYTES]
+        return sorted(self._read_attempts(names), key=lambda attempt: (attempt.run_id, attempt.number))
+
+    def _read_attempts(self, names: Sequence[str]) -> list[Attempt]:
+        """Those that can be read, with a warning for each other."""
         found = []
-        for path, data in backend.read_many([f"{_ATTEMPTS}/{name}" for name in names]).items():
+        for path, data in self.backend.read_many([f"{_ATTEMPTS}/{name}" for name in names]).items():
             if isinstance(data, FileNotFoundError):
                 continue
             try:
@@ -631,7 +635,7 @@ class CheckpointStore:
                 found.append(attempt)
             except (RecordError, *_UNREADABLE) as error:
                 self._warn(path, f"{self._full(path)!r} is skipped, it isn't an attempt: {self._redacted(error)}")
-        return sorted(found, key=lambda attempt: (attempt.run_id, attempt.number))
+        return found
 
     def interrupted_start(self) -> str | None:
         """The run whose very first start was killed before its attempt was noted; None if there is none."""
@@ -649,8 +653,8 @@ class CheckpointStore:
             parent: ``run_id`` of the run this one branched from, if any.
         """
         backend = self.backend
-        numbers = [int(name[len(run_id) + 1 : -5]) for name in backend.list(_ATTEMPTS) if _is_attempt(name, run_id)]
-        number = max(numbers, default=0)
+        noted = self._list_attempts()
+        number = max((number for run, number in map(_run_and_number, noted) if run == run_id), default=0)
         while True:
             number += 1
             attempt = Attempt(
@@ -668,6 +672,8 @@ class CheckpointStore:
             except FileExistsError:
                 continue
             self._numbers[run_id] = number
+            self._noted = {*noted, f"{attempt.name}{RECORD_SUFFIX}"}
+            self._names = self._unswept = None
             return attempt
 
     def finish_attempt(self, attempt: Attempt, status: str) -> None:
@@ -757,12 +763,13 @@ class CheckpointStore:
                 self._skip(name, str(error))
             parsed[name] = (listed[name], record)
         self._parsed = parsed
-        self._numbered.update(parsed)
         found = [record for _, record in parsed.values() if record is not None]
         found.sort(key=lambda record: (record.sequence, record.created_at, record.path))
         if found:
             with self._lock:
                 self._sequence = max(self._sequence, found[-1].sequence)
+        if self._numbers:
+            self._names, self._unswept = set(entries), entries
         return found, entries
 
     def _skip(self, name: str, why: str) -> None:
@@ -842,19 +849,31 @@ class CheckpointStore:
                 raise CheckpointError(f"{self.path_of(record)!r} is being deleted, so it can't be changed any more")
         return changed
 
-    def _learn_sequences(self, names: set[str]) -> None:
-        """Take note of the sequences of records that another process has written since the last look."""
-        suffix = PAYLOAD_SUFFIX + RECORD_SUFFIX
-        new = sorted(name for name in names - self._numbered if name.endswith(suffix) and is_safe_name(name))
-        small = [name for name in new if 0 <= (self.backend.size(name) or -1) <= MAX_RECORD_BYTES]
-        for name, data in self.backend.read_many(small).items():
-            if isinstance(data, (FileNotFoundError, *_UNREADABLE)):
-                continue
-            if isinstance(data, Exception):
-                raise data
-            self._numbered.add(name)
-            with contextlib.suppress(RecordError), self._lock:
-                self._sequence = max(self._sequence, _parse_record(name, data).sequence)
+    def _taken(self, run_id: str, attempt: int) -> set[str]:
+        """The names that others have given; learns the sequences of their records.
+
+        The folder isn't listed again while nobody else can be at work in it. Whoever writes begins an attempt first:
+        a later one of this run ends this one, and an earlier one can confirm nothing more.
+        """
+        if self._names is not None and self._numbers.get(run_id) == attempt:
+            listed = self._list_attempts()
+            if self._noted.issuperset(listed) and not self._has_company(listed, run_id):
+                return self._names
+            self._noted.update(listed)
+        return set(self._scan()[1])
+
+    def _list_attempts(self) -> dict[str, int]:
+        """The names of all attempts' files, and their bytes."""
+        return {name: size for name, size in self.backend.list(_ATTEMPTS).items() if _is_attempt(name, None)}
+
+    def _has_company(self, listed: Mapping[str, int], run_id: str) -> bool:
+        """Whether the newest attempt of another run hasn't noted its end, so that it may be alive."""
+        newest: dict[str, str] = {}
+        for name in sorted(listed, key=_run_and_number):
+            newest[_run_and_number(name)[0]] = name
+        newest.pop(run_id, None)
+        small = [name for name in newest.values() if listed[name] <= MAX_RECORD_BYTES]
+        return any(other.status == "running" for other in self._read_attempts(small))
 
     def _next_sequence(self) -> int:
         with self._lock:
@@ -946,6 +965,12 @@ def _owner(marker: Pending) -> str:
 def _is_attempt(name: str, run_id: str | None) -> bool:
     match = re.fullmatch(r"(.+)-\d{6,12}\.json", name)
     return match is not None and (match[1] == run_id if run_id is not None else is_safe_run_id(match[1]))
+
+
+def _run_and_number(attempt: str) -> tuple[str, int]:
+    """Of an attempt's file name."""
+    run_id, _, number = attempt.removesuffix(RECORD_SUFFIX).rpartition("-")
+    return run_id, int(number)
 
 
 def _parse_record(name: str, data: bytes) -> CheckpointRecord:

@@ -198,6 +198,37 @@ class StoreConformance:
         assert [record.sequence for record in other.records()] == [1, 3, 4, 5]
         assert save(other, 6).sequence == 6
 
+    def test_the_folder_is_listed_once_by_a_run_alone_in_it(
+        self, store: CheckpointStore, other: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(other, 1)
+        backend = store.backend
+        entries, listed = backend.entries, []
+
+        def count(folder: str = "") -> Any:
+            listed.append(folder)
+            return entries(folder)
+
+        monkeypatch.setattr(backend, "entries", count)
+        attempt = store.start_attempt("run")
+        store.records()
+        store.sweep("run", attempt.number)
+        for step in (2, 3, 2):
+            save(store, step)
+        assert listed.count("") == 1
+        theirs = other.start_attempt("other")
+        for step, there in ((4, True), (5, True), (6, False), (7, False)):
+            if there:
+                save(other, step, run_id="other")
+            elif step == 6:
+                other.finish_attempt(theirs, "finished")
+            listed.clear()
+            save(store, step)
+            assert listed.count("") == there
+        names = ["1", "2", "3", "2-v1", "4", "4-v1", "5", "5-v1", "6", "7"]
+        assert [record.path for record in other.records()] == [f"step-{int(n[0]):010d}{n[1:]}.ckpt" for n in names]
+        assert [record.sequence for record in other.records()] == list(range(1, 11))
+
     def test_latest_stays_in_the_run_of_the_highest_sequence(self, store: CheckpointStore, folder: Folder) -> None:
         a1, b1, a2 = save(store, 1, run_id="a"), save(store, 1, run_id="b"), save(store, 2, run_id="a")
         assert store.latest() == a2
