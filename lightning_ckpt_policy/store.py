@@ -25,8 +25,12 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal, Protocol, TypeVar
 
+import fsspec
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from tqdm import tqdm
+
 from lightning_ckpt_policy import retention
-from lightning_ckpt_policy.backends import Backend, Entry, LocalBackend, make_backend, redact
+from lightning_ckpt_policy.backends import PROBE, Backend, Entry, LocalBackend, check_transfer, make_backend, redact
 from lightning_ckpt_policy.checksum import ALGORITHM, Checksum
 from lightning_ckpt_policy.errors import (
     CheckpointError,
@@ -50,6 +54,15 @@ PAYLOAD_SUFFIX = ".ckpt"
 _ATTEMPTS = "attempts"
 _STATUSES = ("running", "finished", "stopped", "error")
 _OPS = ("write", "delete")
+_BAR_BYTES = 1 << 30
+_CAN_BE_READ = "it can only be read; name a store that can be written to"
+_IN_PLACE = "it shows a file before all of it is written; mount it as a folder and name that, or use an object store"
+_UNFIT = {
+    **dict.fromkeys(("http", "https", "data", "github", "git", "reference"), _CAN_BE_READ),
+    **dict.fromkeys(("sftp", "ssh", "ftp", "hdfs", "arrow_hdfs", "webhdfs"), _IN_PLACE),
+    **dict.fromkeys(("zip", "tar", "libarchive"), "an archive isn't a folder; name the folder it lies in"),
+    "hf": "it makes a commit of each file; save elsewhere and upload what you publish",
+}
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _UNREADABLE = (PermissionError, IsADirectoryError)
 _Note = TypeVar("_Note", "Attempt", "Pending")
@@ -160,8 +173,10 @@ class CheckpointStore:
             where a store takes no more than so many parts. A save takes up to twice ``connections * part_bytes``.
 
     Raises:
-        ValueError: ``url`` is empty, has a query or a password in it, or its protocol isn't known; ``connections`` is
-            below 1, or ``part_bytes`` below 5 MiB, which is the least that S3 takes.
+        TypeError: ``url`` is no path.
+        ValueError: ``url`` is empty, has a query or a password in it, is a chain of filesystems, or of a protocol that
+            isn't known or can't hold checkpoints; ``connections``
+            isn't from 1 to 128, or ``part_bytes`` from 5 MiB (the least that S3 takes) to 4,000 MiB (Azure's most).
         ImportError: The package for the protocol isn't installed.
 
     >>> store = CheckpointStore("memory://example")
@@ -179,9 +194,7 @@ class CheckpointStore:
     ) -> None:
         self._given = _checked_url(url)
         self._options = dict(storage_options or {})
-        for name, value, least in (("connections", connections, 1), ("part_bytes", part_bytes, 5 << 20)):
-            if value is not None and not (isinstance(value, int) and value >= least):
-                raise ValueError(f"{name}={value!r}: an integer of at least {least:,} was expected, or None")
+        check_transfer(connections, part_bytes)
         self._connections = connections
         self._part_bytes = part_bytes
         self._used: set[str] = set()  # names given out by this process
@@ -307,13 +320,17 @@ class CheckpointStore:
     def open_verified(self, record: CheckpointRecord) -> BinaryIO:
         """The payload in memory, read once and verified on the way. Takes as much memory as it has bytes.
 
+        On a terminal, a bar shows how far a payload of 1 GiB or more is.
+
         Raises:
             DamagedCheckpointError: It is missing, or has another size or checksum.
             CheckpointError: Its kind of checksum isn't known to this version.
         """
         held = io.BytesIO()
-        for chunk in self._verified_chunks(record):
-            held.write(chunk)
+        with _loading_bar(record) as bar:
+            for chunk in self._verified_chunks(record):
+                held.write(chunk)
+                bar.update(len(chunk))
         held.seek(0)
         return held
 
@@ -328,7 +345,7 @@ class CheckpointStore:
     # Changing
 
     def check(self) -> None:
-        """Make the folder and see that it can be written to.
+        """Make the folder and see that it can be written to; warns of a store without conditional writes.
 
         Raises:
             NotADirectoryError: It is a file.
@@ -339,11 +356,9 @@ class CheckpointStore:
             if backend.is_file():
                 raise NotADirectoryError
             backend.makedirs()
-            backend.probe()
+            keeps = backend.probe()
         except (NotADirectoryError, FileExistsError):
-            raise NotADirectoryError(
-                f"dirpath={self.url!r} is a file, or lies under one: name a folder, or move the file away"
-            ) from None
+            raise self._no_folder() from None
         except OSError as error:
             if not isinstance(error, PermissionError) and error.errno not in _READ_ONLY:
                 raise
@@ -351,6 +366,17 @@ class CheckpointStore:
                 f"dirpath={self.url!r} can't be written to ({self._redacted(error)}): "
                 "give this user the right to make and delete files there, or use another dirpath"
             ) from None
+        if not keeps:
+            self._warn(
+                PROBE,
+                f"dirpath={self.url!r}: this store takes no notice of If-None-Match. That is safe as long as one "
+                "process at a time saves there; two at once could overwrite each other's checkpoints",
+            )
+
+    def _no_folder(self) -> NotADirectoryError:
+        return NotADirectoryError(
+            f"dirpath={self.url!r} is a file, or lies under one: name a folder, or move the file away"
+        )
 
     def delete(self, record: CheckpointRecord) -> None:
         """Delete a checkpoint: its record first, then its payload. Again is fine; so is one that is gone.
@@ -733,7 +759,10 @@ class CheckpointStore:
     def _scan(self) -> tuple[list[CheckpointRecord], dict[str, Entry | None]]:
         """All valid records, and everything in the folder."""
         backend = self.backend
-        entries = backend.entries()
+        try:
+            entries = backend.entries()
+        except NotADirectoryError:
+            raise self._no_folder() from None
         suffix = PAYLOAD_SUFFIX + RECORD_SUFFIX
         listed = {name: entry for name, entry in entries.items() if entry is not None and name.endswith(suffix)}
         before, parsed = self._parsed, {}
@@ -928,18 +957,42 @@ class CheckpointStore:
 
 
 def _checked_url(url: str | os.PathLike[str]) -> str:
-    text = os.fspath(url)
-    if not isinstance(text, str) or not text.strip():
+    text = os.fspath(url) if isinstance(url, os.PathLike) else url
+    if not isinstance(text, str):
+        raise TypeError(f"dirpath={text!r}: a local path or an fsspec URL was expected, not {type(text).__name__}")
+    if not text.strip() or "\0" in text:
         raise ValueError(f"dirpath={text!r}: a local path or an fsspec URL was expected, e.g. 'gs://bucket/run'")
     if "://" not in text:
-        return os.path.abspath(os.path.expanduser(text))
+        path = os.path.abspath(os.path.expanduser(text))
+        for match in re.finditer(r"/([a-z][a-z0-9+.-]*):(?=/|$)", path):
+            if match[1] in fsspec.available_protocols():  # type: ignore[no-untyped-call]
+                folder = path[match.end() :]
+                meant = f"{match[1]}://{folder if match[1] in ('file', 'local') else folder.lstrip('/')}"
+                raise ValueError(f"dirpath={text!r} has one slash where a URL has two: write {meant!r}, as a str")
+        return path
     start, _, rest = text.partition("://")
     shown = f"{start}://{rest.partition('?')[0].rpartition('@')[2]}"
     if "?" in rest:
         raise ValueError(f"dirpath={shown!r} has a query after it: put what it says into storage_options")
     if re.match(r"[^/@]*:[^/@]*@", rest):
         raise ValueError(f"dirpath={shown!r} has a password in it: put it into storage_options")
+    if "::" in text:
+        raise ValueError(
+            f"dirpath={shown!r} is a chain of filesystems, and a cache or an archive doesn't show at once what others "
+            "write: name the store itself, e.g. 's3://bucket/run'"
+        )
+    if start in _UNFIT:
+        raise ValueError(f"dirpath={shown!r} can't hold checkpoints: {_UNFIT[start]}")
+    if not text.isprintable():
+        raise ValueError(f"dirpath={shown!r} has a character in it that can't be printed: leave it out")
     return f"{start}://{rest.rstrip('/')}" if rest.strip("/") else text
+
+
+def _loading_bar(record: CheckpointRecord) -> Any:
+    """For what takes long, on a terminal, and on one rank."""
+    hidden = record.size < _BAR_BYTES or getattr(rank_zero_only, "rank", 0) != 0
+    title = f"Loading {record.path}"
+    return tqdm(total=record.size, desc=title, unit="B", unit_scale=True, unit_divisor=1024, disable=hidden or None)
 
 
 def _base_name(filename: str, step: int) -> str:

@@ -121,6 +121,12 @@ class StoreConformance:
         assert store.sweep("run", 9) == []
         assert folder.names() == set()
 
+    def test_check_is_silent(self, other: CheckpointStore, folder: Folder) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other.check()
+        assert folder.names() == set()
+
     def test_folder_that_does_not_exist_is_empty(self, other: CheckpointStore) -> None:
         assert other.records() == []
         assert other.attempts("run") == []
