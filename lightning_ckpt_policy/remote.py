@@ -156,15 +156,10 @@ class RemoteBackend(Backend, ABC):
     ) -> _T:
         last: list[BaseException] = []
 
-        async def once(renewed: bool = False) -> _T:
-            used = self.fs
+        async def once() -> _T:
             try:
-                done = await function()
-                self._proven = used
-                return done
+                return await self._with_fresh_credentials(function)
             except Exception as error:
-                if not renewed and _is_stale(error) and await _in_a_thread(self._renew, used):
-                    return await once(renewed=True)
                 plain = self._plain(error, doing, path)
                 last[:] = [plain]
                 if plain is error:
@@ -178,6 +173,19 @@ class RemoteBackend(Backend, ABC):
                 raise
             why = f"; the last answer was {last[0]}" if last else ""
             raise _timeout(f"the store didn't {doing} it within {seconds:.0f} s{why}", path) from None
+
+    async def _with_fresh_credentials(self, function: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """Call a coroutine function; once more with another filesystem if its credentials are refused."""
+        used = self.fs
+        try:
+            done = await function()
+        except Exception as error:
+            if not _is_stale(error) or not await _in_a_thread(self._renew, used):
+                raise
+            used = self.fs
+            done = await function()
+        self._proven = used
+        return done
 
     def _renew(self, used: Any) -> bool:
         """Take a new filesystem, which reads the credentials again, if they were good before; whether there is one."""

@@ -48,6 +48,7 @@ class TestS3(ServerConformance):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="nanio needs Python 3.11")
+@pytest.mark.filterwarnings("ignore:.*takes no notice of If-None-Match")
 class TestS3OnDisk(ServerConformance):
     name = "nanio"
 
