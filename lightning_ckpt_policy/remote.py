@@ -93,6 +93,7 @@ def _whole_mib(size: float) -> int:
 class RemoteBackend(Backend, ABC):
     """One folder of a store that takes a payload in parts."""
 
+    slow_reads = True
     most_parts: ClassVar[int] = 10_000
     permissions: ClassVar[Mapping[str, str]] = {}
     bucket_word: ClassVar[str] = "bucket"

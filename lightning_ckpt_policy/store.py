@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from lightning_ckpt_policy import retention
 from lightning_ckpt_policy.backends import PROBE, Backend, Entry, LocalBackend, check_transfer, make_backend, redact
-from lightning_ckpt_policy.checksum import ALGORITHM, Checksum
+from lightning_ckpt_policy.checksum import ALGORITHM, Checksum, checksum_of
 from lightning_ckpt_policy.errors import (
     CheckpointError,
     CheckpointSaveError,
@@ -52,6 +52,9 @@ from lightning_ckpt_policy.record import (
 
 PAYLOAD_SUFFIX = ".ckpt"
 _ATTEMPTS = "attempts"
+_CATALOGUE = f"{_ATTEMPTS}/records.catalogue"
+_CATALOGUED_FROM = 200  # records that a start would read one by one
+_MAX_CATALOGUE_BYTES = 64 << 20
 _STATUSES = ("running", "finished", "stopped", "error")
 _OPS = ("write", "delete")
 _BAR_BYTES = 1 << 30
@@ -204,6 +207,8 @@ class CheckpointStore:
         self._names: set[str] | None = None  # in the folder, as they were listed since then
         self._unswept: dict[str, Entry | None] | None = None  # that listing, for the sweep that follows it
         self._parsed: dict[str, tuple[Entry, CheckpointRecord | None]] = {}
+        self._texts: dict[str, tuple[str, str]] = {}  # of records: their version and text, where reading is slow
+        self._uncatalogued = 0
         self._warned: set[str] = set()
         self._connect()
 
@@ -700,6 +705,7 @@ class CheckpointStore:
             self._numbers[run_id] = number
             self._noted = {*noted, f"{attempt.name}{RECORD_SUFFIX}"}
             self._names = self._unswept = None
+            self._write_catalogue(attempt.name)
             return attempt
 
     def finish_attempt(self, attempt: Attempt, status: str) -> None:
@@ -777,7 +783,7 @@ class CheckpointStore:
                 self._skip(name, f"it has {entry.size:,} bytes, a record has at most {MAX_RECORD_BYTES:,}")
             else:
                 changed.append(name)
-        for name, data in backend.read_many(changed).items():
+        for name, data in self._read_records(changed, listed).items():
             if isinstance(data, FileNotFoundError):
                 continue  # deleted since the listing
             if isinstance(data, _UNREADABLE):
@@ -800,6 +806,46 @@ class CheckpointStore:
         if self._numbers:
             self._names, self._unswept = set(entries), entries
         return found, entries
+
+    def _read_records(self, names: Sequence[str], listed: Mapping[str, Entry]) -> Mapping[str, bytes | Exception]:
+        """Records by name. Where reading many takes long, those that the catalogue still has right come from there."""
+        if not self.backend.slow_reads:
+            return self.backend.read_many(names)
+        texts = {name: text for name, text in self._texts.items() if name in listed}
+        if len(names) >= _CATALOGUED_FROM:
+            texts.update(self._read_catalogue())
+        current = {name: text for name in names if (text := texts.get(name)) and text[0] == repr(listed[name].version)}
+        read = self.backend.read_many([name for name in names if name not in current])
+        new = {
+            name: (repr(listed[name].version), data.decode())
+            for name, data in read.items()
+            if isinstance(data, bytes) and data.isascii()  # as every record is
+        }
+        self._uncatalogued += len(new)
+        self._texts = {name: text for name, text in texts.items() if name in listed} | new
+        return {**{name: text.encode() for name, (_, text) in current.items()}, **read}
+
+    def _read_catalogue(self) -> dict[str, tuple[str, str]]:
+        """The texts of records, as an earlier start read them; each is true of one version of its file."""
+        try:
+            if (self.backend.size(_CATALOGUE) or 0) > _MAX_CATALOGUE_BYTES:
+                return {}
+            checksum, _, data = self.backend.read(_CATALOGUE).partition(b"\n")
+            if checksum.decode() != checksum_of([data]):
+                return {}
+            values = json.loads(data)
+            return {str(name): (str(version), str(text)) for name, (version, text) in values.items()}
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+            return {}  # it only saves time
+
+    def _write_catalogue(self, owner: str) -> None:
+        """Spare the next start what this one read."""
+        if self._uncatalogued >= _CATALOGUED_FROM:
+            data = json.dumps(self._texts).encode()
+            if len(data) < _MAX_CATALOGUE_BYTES - 100:
+                with contextlib.suppress(OSError):
+                    self.backend.write(_CATALOGUE, f"{checksum_of([data])}\n".encode() + data, owner=owner)
+            self._uncatalogued = 0
 
     def _skip(self, name: str, why: str) -> None:
         self._warn(name, f"the record {self._full(name)!r} is skipped: {why}. It is left where it is")
