@@ -651,7 +651,7 @@ class CheckpointStore:
         names = [name for name in sorted(listed) if _is_attempt(name, run_id) and listed[name] <= MAX_RECORD_BYTES]
         return sorted(self._read_attempts(names), key=lambda attempt: (attempt.run_id, attempt.number))
 
-    def _read_attempts(self, names: Sequence[str]) -> list[Attempt]:
+    def _read_attempts(self, names: Sequence[str], warn: bool = True) -> list[Attempt]:
         """Those that can be read, with a warning for each other."""
         found = []
         for path, data in self.backend.read_many([f"{_ATTEMPTS}/{name}" for name in names]).items():
@@ -665,7 +665,8 @@ class CheckpointStore:
                     raise RecordError(f"it tells of attempt {attempt.name!r}")
                 found.append(attempt)
             except (RecordError, *_UNREADABLE) as error:
-                self._warn(path, f"{self._full(path)!r} is skipped, it isn't an attempt: {self._redacted(error)}")
+                if warn:
+                    self._warn(path, f"{self._full(path)!r} is skipped, it isn't an attempt: {self._redacted(error)}")
         return found
 
     def interrupted_start(self) -> str | None:
@@ -762,9 +763,10 @@ class CheckpointStore:
             self._warned.add(about)
             warnings.warn(message, stacklevel=4)
 
-    def _scan(self) -> tuple[list[CheckpointRecord], dict[str, Entry | None]]:
+    def _scan(self, warn: bool = True) -> tuple[list[CheckpointRecord], dict[str, Entry | None]]:
         """All valid records, and everything in the folder."""
         backend = self.backend
+        skip = self._skip if warn else _do_nothing
         try:
             entries = backend.entries()
         except NotADirectoryError:
@@ -778,16 +780,16 @@ class CheckpointStore:
             if known is not None and entry.version is not None and known[0] == entry:
                 parsed[name] = known
             elif not is_safe_name(name):
-                self._skip(name, "its name isn't one that this package gives")
+                skip(name, "its name isn't one that this package gives")
             elif entry.size > MAX_RECORD_BYTES:
-                self._skip(name, f"it has {entry.size:,} bytes, a record has at most {MAX_RECORD_BYTES:,}")
+                skip(name, f"it has {entry.size:,} bytes, a record has at most {MAX_RECORD_BYTES:,}")
             else:
                 changed.append(name)
         for name, data in self._read_records(changed, listed).items():
             if isinstance(data, FileNotFoundError):
                 continue  # deleted since the listing
             if isinstance(data, _UNREADABLE):
-                self._skip(name, self._redacted(data))
+                skip(name, self._redacted(data))
                 continue
             if isinstance(data, Exception):
                 raise data
@@ -795,8 +797,9 @@ class CheckpointStore:
             try:
                 record = _parse_record(name, data)
             except RecordError as error:
-                self._skip(name, str(error))
-            parsed[name] = (listed[name], record)
+                skip(name, str(error))
+            if record is not None or warn:  # else it's said another time
+                parsed[name] = (listed[name], record)
         self._parsed = parsed
         found = [record for _, record in parsed.values() if record is not None]
         found.sort(key=lambda record: (record.sequence, record.created_at, record.path))
@@ -935,7 +938,7 @@ class CheckpointStore:
             if self._noted.issuperset(listed) and not self._has_company(listed, run_id):
                 return self._names
             self._noted.update(listed)
-        return set(self._scan()[1])
+        return set(self._scan(warn=False)[1])  # in the background, where a warning may be an error
 
     def _list_attempts(self) -> dict[str, int]:
         """The names of all attempts' files, and their bytes."""
@@ -948,7 +951,7 @@ class CheckpointStore:
             newest[_run_and_number(name)[0]] = name
         newest.pop(run_id, None)
         small = [name for name in newest.values() if listed[name] <= MAX_RECORD_BYTES]
-        return any(other.status == "running" for other in self._read_attempts(small))
+        return any(other.status == "running" for other in self._read_attempts(small, warn=False))
 
     def _next_sequence(self) -> int:
         with self._lock:
@@ -1032,6 +1035,10 @@ def _checked_url(url: str | os.PathLike[str]) -> str:
     if not text.isprintable():
         raise ValueError(f"dirpath={shown!r} has a character in it that can't be printed: leave it out")
     return f"{start}://{rest.rstrip('/')}" if rest.strip("/") else text
+
+
+def _do_nothing(*_: object) -> None:
+    pass
 
 
 def _loading_bar(record: CheckpointRecord) -> Any:
