@@ -599,6 +599,8 @@ class CheckpointStore:
         entries, self._unswept = self._unswept, None
         if entries is None or self._numbers.get(run_id) != before_attempt:
             entries = backend.entries()
+        if any(name.endswith(PENDING_SUFFIX) for name in entries):
+            self._names = None  # an older attempt may have written its record since the folder was listed
 
         def remove(name: str) -> None:
             there = name in entries or backend.size(name) is not None
@@ -617,8 +619,6 @@ class CheckpointStore:
                 late = self._read_record(name)  # the older attempt may have written it in the meantime
                 if late is not None and late.run_id == run_id and late.attempt < before_attempt:
                     remove(name + RECORD_SUFFIX)
-            else:
-                self._names = None  # the older attempt may have written it since the folder was listed
             remove(name + PENDING_SUFFIX)
 
         temporaries = re.compile(rf"\.{re.escape(run_id)}-(\d{{6,}})\.[0-9a-f]{{8}}\.tmp")

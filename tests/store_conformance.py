@@ -235,6 +235,17 @@ class StoreConformance:
         assert [record.path for record in other.records()] == [f"step-{int(n[0]):010d}{n[1:]}.ckpt" for n in names]
         assert [record.sequence for record in other.records()] == list(range(1, 11))
 
+    def test_a_save_that_ends_while_the_next_attempt_starts_is_counted(
+        self, store: CheckpointStore, other: CheckpointStore
+    ) -> None:
+        other.start_attempt("run")
+        pending = other.begin(1, "run", 1)
+        attempt = store.start_attempt("run")
+        assert store.records() == []
+        late = other.commit(pending, Bytes(b"late"), {"step": 1, "epoch": 0, "created_at": 0.0})
+        store.sweep("run", attempt.number)
+        assert save(store, 2, attempt=attempt.number).sequence == late.sequence + 1
+
     def test_latest_stays_in_the_run_of_the_highest_sequence(self, store: CheckpointStore, folder: Folder) -> None:
         a1, b1, a2 = save(store, 1, run_id="a"), save(store, 1, run_id="b"), save(store, 2, run_id="a")
         assert store.latest() == a2
