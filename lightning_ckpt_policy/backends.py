@@ -27,13 +27,30 @@ import numpy as np
 CHUNK_BYTES = 8 << 20
 _SYNC_BYTES = 32 << 20
 _BLOCK_BYTES = 4096
-_PROBE = ".write-test.tmp"
+PROBE = ".write-test.tmp"
 _VERSION_KEYS = ("mtime", "ino", "created", "etag", "ETag", "generation", "updated", "LastModified", "last_modified")
 _COMMON_PROTOCOLS = ("a local path", "file", "gs", "gcs", "az", "abfs", "s3", "memory")
-_S3_CONNECTIONS = 128
+MOST_CONNECTIONS = 128
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
 _NOT_RESERVABLE = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 _NO_LINKS = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errno.ENOSYS, errno.EMLINK)
+
+
+def check_transfer(connections: object, part_bytes: object) -> None:
+    """See that ``connections`` and ``part_bytes`` are None or within what the stores take.
+
+    Raises:
+        ValueError: One isn't; it is named.
+
+    >>> check_transfer(8, 16 << 20)
+    """
+    limits = (("connections", connections, 1, MOST_CONNECTIONS), ("part_bytes", part_bytes, 5 << 20, 4000 << 20))
+    for name, value, least, most in limits:
+        good = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        if value is not None and not good:
+            raise ValueError(
+                f"{name}={value!r}: an integer from {least:,} to {most:,} was expected, or None to choose it"
+            )
 
 
 @dataclass(frozen=True)
@@ -56,11 +73,15 @@ class Backend:
     Attributes:
         retry_same_name: Whether a failed write may be tried again under its name. An unfinished upload can stay behind
             unseen in an object store and spoil the next one of that name.
+        slow_reads: Whether many small files take so long to read that a catalogue of them is worth its while.
+        fresh: Makes another filesystem like ``fs``.
         connections: Requests for the parts of one payload at once, where it goes in parts; None chooses from its size.
         part_bytes: Bytes of a part, where there are parts; None chooses from the payload's size.
     """
 
     retry_same_name = False
+    slow_reads = False
+    fresh: Callable[[], Any]
     connections: int | None = None
     part_bytes: int | None = None
 
@@ -100,10 +121,25 @@ class Backend:
         except Exception:  # not there, or not for us to ask about; whether it can be written to is what counts
             return False
 
-    def probe(self) -> None:
-        """Write and delete a small file; any error means that the folder isn't writable."""
-        self._call("write", "pipe_file", self.path(_PROBE), b"write test")
-        self.delete(_PROBE)
+    def probe(self) -> bool:
+        """Write and delete a small file; any error means that the folder isn't writable.
+
+        Returns:
+            Whether an exclusive write left the file that was there alone.
+        """
+        self._call("write", "pipe_file", self.path(PROBE), b"write test")
+        try:
+            # twice, since another process may delete the file in between
+            return not all(self._overwrites(f"again {number}".encode()) for number in (1, 2))
+        finally:
+            self.delete(PROBE)
+
+    def _overwrites(self, data: bytes) -> bool:
+        try:
+            self.write(PROBE, data, owner="", exclusive=True)
+        except FileExistsError:
+            return False
+        return True
 
     def entries(self, folder: str = "") -> dict[str, Entry | None]:
         """Everything in the folder by name: an ``Entry`` for a file, else None. A missing folder is empty."""
@@ -368,30 +404,32 @@ class LocalBackend(Backend):
 
     def write(self, name: str, data: bytes, *, owner: str, exclusive: bool = False) -> None:
         path = self.path(name)
-        folder = os.path.dirname(path)
-        temporary = f"{folder}/.{owner}.{uuid.uuid4().hex[:8]}.tmp"
-        try:
-            file = self.fs.open(temporary, "xb")
-        except FileNotFoundError:
-            self._makedirs(folder)
-            file = self.fs.open(temporary, "xb")
-        placed = False
-        try:
-            _write_all(file, data)
-            self._finish(file, temporary, len(data))
-            if not exclusive:
-                self._rename(temporary, path, lambda: self.read(name) == data)
-            elif not self._link(temporary, path):
-                self._create(path, data)
-            placed = True
-            if exclusive:
-                self._remove(temporary)
-            _sync_folder(folder)
-        except BaseException:
-            self._close_and_remove(file, temporary)
-            if exclusive and placed:
-                self._discard(name)
-            raise
+        size = len(data)
+        with _telling_of_a_full_disk(path, size):
+            folder = os.path.dirname(path)
+            temporary = f"{folder}/.{owner}.{uuid.uuid4().hex[:8]}.tmp"
+            try:
+                file = self.fs.open(temporary, "xb")
+            except FileNotFoundError:
+                self._makedirs(folder)
+                file = self.fs.open(temporary, "xb")
+            placed = False
+            try:
+                _write_all(file, data)
+                self._finish(file, temporary, len(data))
+                if not exclusive:
+                    self._rename(temporary, path, lambda: self.read(name) == data)
+                elif not self._link(temporary, path):
+                    self._create(path, data)
+                placed = True
+                if exclusive:
+                    self._remove(temporary)
+                _sync_folder(folder)
+            except BaseException:
+                self._close_and_remove(file, temporary)
+                if exclusive and placed:
+                    self._discard(name)
+                raise
 
     def write_payload(
         self,
@@ -402,36 +440,44 @@ class LocalBackend(Backend):
         tag: str = "",
     ) -> None:
         path = self.path(name)
-        temporary = self.path(self.temporary(name, tag) or "")
-        new = not os.path.lexists(path)
-        file = self.fs.open(temporary, "wb")
-        renamed = False
-        try:
-            _reserve(file, path, size)
-            unsynced = 0
-            direct = not _is_nfs(path) and _set_direct(file, True)
-            for chunk in chunks:
-                if direct and not _is_aligned(chunk):
-                    direct = not _set_direct(file, False)
-                if direct:
-                    direct = _write_direct(file, chunk)
-                    continue
-                unsynced += _write_all(file, chunk)
-                if unsynced >= _SYNC_BYTES:
-                    # evens out the disk's work and lets a failing disk be heard early
-                    file.flush()
-                    os.fsync(file.fileno())
-                    unsynced = 0
-            self._finish(file, temporary, size)
-            confirm()
-            self._rename(temporary, path, lambda: self.size(name) == size and not os.path.lexists(temporary))
-            renamed = True
-            _sync_folder(self.root or "/")
-        except BaseException:
-            self._close_and_remove(file, temporary)
-            if renamed and new:
-                self._discard(name)
-            raise
+        with _telling_of_a_full_disk(path, size):
+            temporary = self.path(self.temporary(name, tag) or "")
+            new = not os.path.lexists(path)
+            file = self.fs.open(temporary, "wb")
+            renamed = False
+            try:
+                _reserve(file, path, size)
+                unsynced = 0
+                direct = not _is_nfs(path) and _set_direct(file, True)
+                for chunk in chunks:
+                    if direct and not _is_aligned(chunk):
+                        direct = not _set_direct(file, False)
+                    if direct:
+                        direct = _write_direct(file, chunk)
+                        continue
+                    unsynced += _write_all(file, chunk)
+                    if unsynced >= _SYNC_BYTES:
+                        # evens out the disk's work and lets a failing disk be heard early
+                        file.flush()
+                        os.fsync(file.fileno())
+                        unsynced = 0
+                self._finish(file, temporary, size)
+                confirm()
+                self._rename(temporary, path, lambda: self.size(name) == size and not os.path.lexists(temporary))
+                renamed = True
+                if (arrived := self.size(name)) != size:
+                    raise size_error(path, arrived, size)
+                _sync_folder(self.root or "/")
+            except BaseException:
+                self._close_and_remove(file, temporary)
+                if renamed and new:
+                    self._discard(name)
+                raise
+
+    def probe(self) -> bool:
+        self._call("write", "pipe_file", self.path(PROBE), b"write test")
+        self.delete(PROBE)
+        return True  # the system's own promise
 
     def delete(self, name: str) -> None:
         """Delete a file, durably; a missing one is fine."""
@@ -511,7 +557,7 @@ def make_filesystem(url: str, storage_options: Mapping[str, Any] | None = None) 
     options: dict[str, Any] = {**(storage_options or {}), "skip_instance_cache": True, "use_listings_cache": False}
     protocol = url.split("://", 1)[0].split("::", 1)[0] if "://" in url else "file"
     if protocol in _EXTRAS:  # S3: botocore has room for 10 requests at once, and ten thousand records may be there
-        options["config_kwargs"] = {"max_pool_connections": _S3_CONNECTIONS, **options.get("config_kwargs", {})}
+        options["config_kwargs"] = {"max_pool_connections": MOST_CONNECTIONS, **options.get("config_kwargs", {})}
     try:
         fsspec.get_filesystem_class(protocol)  # type: ignore[no-untyped-call]
     except ValueError as error:
@@ -602,7 +648,9 @@ def make_backend(url: str, storage_options: Mapping[str, Any] | None = None) -> 
         from lightning_ckpt_policy.remote import REMOTE_BACKENDS  # it builds on this module
 
         backend = REMOTE_BACKENDS.get(protocol)
-    return (backend or Backend)(fs, path, storage_options)
+    made = (backend or Backend)(fs, path, storage_options)
+    made.fresh = lambda: make_filesystem(url, storage_options)[0]
+    return made
 
 
 _BACKENDS: dict[str, type[Backend]] = {"file": LocalBackend, "local": LocalBackend, "memory": MemoryBackend}
@@ -697,15 +745,23 @@ def _reserve(file: Any, path: str, size: int) -> None:
     except OSError as error:
         if error.errno in _NOT_RESERVABLE:
             return
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = os.fstatvfs(file.fileno())
-            raise OSError(
-                error.errno,
-                f"the disk is full: {size:,} bytes are needed and {free.f_bavail * free.f_frsize:,} are free; "
-                "free some space or keep fewer checkpoints",
-                path,
-            ) from error
         raise
+
+
+@contextlib.contextmanager
+def _telling_of_a_full_disk(path: str, size: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        there = os.statvfs(os.path.dirname(path))
+        raise OSError(
+            error.errno,
+            f"the disk is full: {size:,} bytes are needed and {there.f_bavail * there.f_frsize:,} are free; "
+            "free some space or keep fewer checkpoints",
+            path,
+        ) from error
 
 
 def _is_nfs(path: str) -> bool:

@@ -35,6 +35,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_ckpt_policy import _lightning, _torch
 from lightning_ckpt_policy.agreement import Agreement, Report
+from lightning_ckpt_policy.backends import check_transfer
 from lightning_ckpt_policy.barrier import (
     Barrier,
     can_be_put_up,
@@ -113,6 +114,8 @@ class CheckpointPolicy(Checkpoint):
         storage_options: Credentials and endpoints, as ``fsspec.open`` takes them; never written anywhere.
         max_consecutive_failures: So many failed saves in a row end the fit with an error.
         save_timeout: Seconds a save may take in the background before it counts as failed.
+        connections: How many parts of a checkpoint go to (or come from) an object store at once; see `CheckpointStore`.
+        part_bytes: Bytes of a part. A save takes up to twice ``connections * part_bytes`` of memory.
         verify: ``"on_resume"`` compares a checkpoint's checksum while it is loaded, ``"never"`` its size alone.
         snapshot: ``"overlapped"`` copies parameters and optimizer state while the next forward and backward passes
             run, everything else at once; ``"eager"`` copies everything before training goes on. Where it isn't known
@@ -143,6 +146,8 @@ class CheckpointPolicy(Checkpoint):
         storage_options: dict[str, Any] | None = None,
         max_consecutive_failures: int = 3,
         save_timeout: float = DEFAULT_SAVE_TIMEOUT,
+        connections: int | None = None,
+        part_bytes: int | None = None,
         verify: Literal["on_resume", "never"] = "on_resume",
         snapshot: Literal["overlapped", "eager"] = "overlapped",
     ) -> None:
@@ -152,6 +157,7 @@ class CheckpointPolicy(Checkpoint):
         if verify not in ("on_resume", "never"):
             raise ValueError(f"verify={verify!r} must be 'on_resume' or 'never'")
         _check_filename(filename)
+        check_transfer(connections, part_bytes)
         if isinstance(max_consecutive_failures, bool) or not (
             isinstance(max_consecutive_failures, int) and max_consecutive_failures >= 1
         ):
@@ -178,6 +184,8 @@ class CheckpointPolicy(Checkpoint):
         self.snapshot = snapshot
         self.history: list[SaveOutcome] = []
         self._storage_options = storage_options
+        self.connections = connections
+        self.part_bytes = part_bytes
         self._own_io = AsyncCheckpointIO(storage_options, save_timeout=save_timeout)
 
         self._writer = BackgroundWriter()
@@ -279,7 +287,7 @@ class CheckpointPolicy(Checkpoint):
         if self._store is None:
             if self.dirpath is None:
                 raise RuntimeError("dirpath=None is resolved when a Trainer first uses this policy; give a dirpath")
-            self._store = CheckpointStore(self.dirpath, self._storage_options)
+            self._store = self._open_store(self.dirpath)
         return self._store
 
     @property
@@ -405,12 +413,16 @@ class CheckpointPolicy(Checkpoint):
     def _bind(self, trainer: Trainer) -> CheckpointStore:
         """The store, with ``dirpath=None`` resolved."""
         url = os.path.join(trainer.default_root_dir, "checkpoints") if self.dirpath is None else self.dirpath
-        store = CheckpointStore(url, self._storage_options)
+        store = self._open_store(url)
         if self._store is None or self._store.url != store.url:
             self._store = store
             self._ledger = None
             self._attempt = None
         return self._store
+
+    def _open_store(self, url: str | os.PathLike[str]) -> CheckpointStore:
+        transfer = {"connections": self.connections, "part_bytes": self.part_bytes}
+        return CheckpointStore(url, self._storage_options, **transfer)
 
     def _install_io(self, trainer: Trainer) -> None:
         strategy = trainer.strategy

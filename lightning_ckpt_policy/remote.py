@@ -12,6 +12,7 @@ import base64
 import concurrent.futures
 import contextlib
 import errno
+import functools
 import hashlib
 import re
 import threading
@@ -51,6 +52,14 @@ _NO_CREDENTIALS = (
     "ClientAuthenticationError",
     "CredentialUnavailableError",
 )
+_STALE = (
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "InvalidToken",
+    "TokenRefreshRequired",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+)
 _CLIENTS = ("adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests", "s3fs", "urllib3")
 _T = TypeVar("_T")
 
@@ -84,14 +93,23 @@ def _whole_mib(size: float) -> int:
 class RemoteBackend(Backend, ABC):
     """One folder of a store that takes a payload in parts."""
 
+    slow_reads = True
     most_parts: ClassVar[int] = 10_000
     permissions: ClassVar[Mapping[str, str]] = {}
     bucket_word: ClassVar[str] = "bucket"
 
     def __init__(self, fs: Any, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
         super().__init__(fs, root, storage_options)
+        if not self.root.strip("/"):
+            raise ValueError(f"dirpath={self.url('')!r} names no {self.bucket_word}: put it after '://'")
         self._limits = threading.local()
         draw_apart(_CLIENTS)
+        self._renewing = threading.Lock()
+        self._adapt(fs)
+        self._proven: Any = None  # the last filesystem that an answer came through
+
+    def _adapt(self, fs: Any) -> None:
+        """Set what can't be set by the filesystem's options."""
 
     # Requests
 
@@ -117,8 +135,11 @@ class RemoteBackend(Backend, ABC):
         return min(seconds, left)
 
     def _call(self, doing: str, method: str, path: str, *args: Any, size: int = 0, **options: Any) -> Any:
-        function = getattr(self.fs, f"_{method}")
-        return self._run(doing, path, lambda: function(path, *args, **options), size)
+        return self._run(doing, path, self._method(method, path, *args, **options), size)
+
+    def _method(self, name: str, *args: Any, **options: Any) -> Callable[[], Coroutine[Any, Any, Any]]:
+        """A call of the filesystem that there is when it's made."""
+        return lambda: getattr(self.fs, f"_{name}")(*args, **options)
 
     def _run(self, doing: str, path: str, function: Callable[[], Coroutine[Any, Any, _T]], size: int = 0) -> _T:
         """Run a coroutine on the filesystem's loop, again after errors that may pass, within its time limit."""
@@ -138,7 +159,7 @@ class RemoteBackend(Backend, ABC):
 
         async def once() -> _T:
             try:
-                return await function()
+                return await self._with_fresh_credentials(function)
             except Exception as error:
                 plain = self._plain(error, doing, path)
                 last[:] = [plain]
@@ -153,6 +174,29 @@ class RemoteBackend(Backend, ABC):
                 raise
             why = f"; the last answer was {last[0]}" if last else ""
             raise _timeout(f"the store didn't {doing} it within {seconds:.0f} s{why}", path) from None
+
+    async def _with_fresh_credentials(self, function: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """Call a coroutine function; once more with another filesystem if its credentials are refused."""
+        used = self.fs
+        try:
+            done = await function()
+        except Exception as error:
+            if not _is_stale(error) or not await _in_a_thread(self._renew, used):
+                raise
+            used = self.fs
+            done = await function()
+        self._proven = used
+        return done
+
+    def _renew(self, used: Any) -> bool:
+        """Take a new filesystem, which reads the credentials again, if they were good before; whether there is one."""
+        with self._renewing:
+            if self.fs is used and self._proven is used:
+                with contextlib.suppress(Exception):
+                    fs = self.fresh()
+                    self._adapt(fs)
+                    self.fs = fs
+            return self.fs is not used
 
     def _plain(self, error: Exception, doing: str, path: str) -> Exception:
         """The error as an ``OSError`` that says what to do; anything that isn't the store's is left alone."""
@@ -195,13 +239,16 @@ class RemoteBackend(Backend, ABC):
     def chunks(self, name: str, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
         path = self.path(name)
         size = int(self._call("read", "info", path)["size"])
+        connections = self.connections or CONNECTIONS
+        chunk_bytes = min(chunk_bytes, max(_MIB, _whole_mib(size / connections)))
         reads: deque[concurrent.futures.Future[Any]] = deque()
         try:
             for start in range(0, size, chunk_bytes):
                 end = min(start + chunk_bytes, size)
-                read = _bind(self.fs._cat_file, path, start=start, end=end)
-                reads.append(self._start("read", path, read, end - start))
-                if len(reads) >= (self.connections or CONNECTIONS):
+                reads.append(
+                    self._start("read", path, self._method("cat_file", path, start=start, end=end), end - start)
+                )
+                if len(reads) >= connections:
                     yield bytes(reads.popleft().result())
             while reads:
                 yield bytes(reads.popleft().result())
@@ -214,7 +261,7 @@ class RemoteBackend(Backend, ABC):
 
     def _read_batch(self, names: Sequence[str]) -> dict[str, bytes | Exception]:
         started = [
-            (name, self._start("read", self.path(name), _bind(self.fs._cat_file, self.path(name)))) for name in names
+            (name, self._start("read", self.path(name), self._method("cat_file", self.path(name)))) for name in names
         ]
         found: dict[str, bytes | Exception] = {}
         for name, future in started:
@@ -330,9 +377,8 @@ class S3Backend(RemoteBackend):
         "delete": "s3:DeleteObject",
     }
 
-    def __init__(self, fs: Any, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        super().__init__(fs, root, storage_options)
-        self.fs.max_concurrency = 1  # else s3fs asks for an object's size before it reads it
+    def _adapt(self, fs: Any) -> None:
+        fs.max_concurrency = 1  # else s3fs asks for an object's size before it reads it
 
     async def _begin(self, path: str, tag: str) -> dict[str, Any]:
         bucket, key, _ = self.fs.split_path(path)
@@ -414,6 +460,13 @@ class GcsBackend(RemoteBackend):
         "list": "storage.objects.list",
         "delete": "storage.objects.delete",
     }
+
+    def _adapt(self, fs: Any) -> None:
+        # gcsfs tries again for half a minute by itself, also after an answer that is final
+        inner = getattr(fs, "_target", fs)
+        once = getattr(type(inner)._request, "__wrapped__", None)
+        if once is not None:
+            inner._request = functools.partial(once, inner)
 
     async def _begin(self, path: str, tag: str) -> dict[str, Any]:
         folder, _, name = path.rpartition("/")
@@ -567,6 +620,11 @@ def _bind(function: Callable[..., _T], *args: Any, **options: Any) -> Callable[[
     return lambda: function(*args, **options)
 
 
+async def _in_a_thread(function: Callable[..., _T], *args: Any) -> _T:
+    """So that it can wait for the loop that this runs on."""
+    return await asyncio.get_running_loop().run_in_executor(None, function, *args)
+
+
 def _batches(items: Sequence[_T], most: int) -> Iterator[Sequence[_T]]:
     for start in range(0, len(items), most):
         yield items[start : start + most]
@@ -574,6 +632,14 @@ def _batches(items: Sequence[_T], most: int) -> Iterator[Sequence[_T]]:
 
 def _may_pass(error: BaseException) -> bool:
     return retry.is_transient(error) and not isinstance(error, FileNotFoundError)
+
+
+def _is_stale(error: BaseException) -> bool:
+    """Whether credentials were refused as such, rather than what was asked with them."""
+    if _status(error) == 401 or type(error).__name__ in _NO_CREDENTIALS:
+        return True
+    response = getattr(error.__cause__, "response", None)  # botocore
+    return isinstance(response, Mapping) and response.get("Error", {}).get("Code") in _STALE
 
 
 def _status(error: BaseException) -> int | None:

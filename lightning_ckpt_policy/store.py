@@ -25,9 +25,13 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal, Protocol, TypeVar
 
+import fsspec
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from tqdm import tqdm
+
 from lightning_ckpt_policy import retention
-from lightning_ckpt_policy.backends import Backend, Entry, LocalBackend, make_backend, redact
-from lightning_ckpt_policy.checksum import ALGORITHM, Checksum
+from lightning_ckpt_policy.backends import PROBE, Backend, Entry, LocalBackend, check_transfer, make_backend, redact
+from lightning_ckpt_policy.checksum import ALGORITHM, Checksum, checksum_of
 from lightning_ckpt_policy.errors import (
     CheckpointError,
     CheckpointSaveError,
@@ -48,8 +52,20 @@ from lightning_ckpt_policy.record import (
 
 PAYLOAD_SUFFIX = ".ckpt"
 _ATTEMPTS = "attempts"
+_CATALOGUE = f"{_ATTEMPTS}/records.catalogue"
+_CATALOGUED_FROM = 200  # records that a start would read one by one
+_MAX_CATALOGUE_BYTES = 64 << 20
 _STATUSES = ("running", "finished", "stopped", "error")
 _OPS = ("write", "delete")
+_BAR_BYTES = 1 << 30
+_CAN_BE_READ = "it can only be read; name a store that can be written to"
+_IN_PLACE = "it shows a file before all of it is written; mount it as a folder and name that, or use an object store"
+_UNFIT = {
+    **dict.fromkeys(("http", "https", "data", "github", "git", "reference"), _CAN_BE_READ),
+    **dict.fromkeys(("sftp", "ssh", "ftp", "hdfs", "arrow_hdfs", "webhdfs"), _IN_PLACE),
+    **dict.fromkeys(("zip", "tar", "libarchive"), "an archive isn't a folder; name the folder it lies in"),
+    "hf": "it makes a commit of each file; save elsewhere and upload what you publish",
+}
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _UNREADABLE = (PermissionError, IsADirectoryError)
 _Note = TypeVar("_Note", "Attempt", "Pending")
@@ -160,8 +176,10 @@ class CheckpointStore:
             where a store takes no more than so many parts. A save takes up to twice ``connections * part_bytes``.
 
     Raises:
-        ValueError: ``url`` is empty, has a query or a password in it, or its protocol isn't known; ``connections`` is
-            below 1, or ``part_bytes`` below 5 MiB, which is the least that S3 takes.
+        TypeError: ``url`` is no path.
+        ValueError: ``url`` is empty, has a query or a password in it, is a chain of filesystems, or of a protocol that
+            isn't known or can't hold checkpoints; ``connections``
+            isn't from 1 to 128, or ``part_bytes`` from 5 MiB (the least that S3 takes) to 4,000 MiB (Azure's most).
         ImportError: The package for the protocol isn't installed.
 
     >>> store = CheckpointStore("memory://example")
@@ -179,16 +197,18 @@ class CheckpointStore:
     ) -> None:
         self._given = _checked_url(url)
         self._options = dict(storage_options or {})
-        for name, value, least in (("connections", connections, 1), ("part_bytes", part_bytes, 5 << 20)):
-            if value is not None and not (isinstance(value, int) and value >= least):
-                raise ValueError(f"{name}={value!r}: an integer of at least {least:,} was expected, or None")
+        check_transfer(connections, part_bytes)
         self._connections = connections
         self._part_bytes = part_bytes
         self._used: set[str] = set()  # names given out by this process
         self._sequence = 0
-        self._numbered: set[str] = set()  # records whose sequence is known
         self._numbers: dict[str, int] = {}  # run -> this process's attempt
+        self._noted: set[str] = set()  # the attempts that had begun when this process's own did
+        self._names: set[str] | None = None  # in the folder, as they were listed since then
+        self._unswept: dict[str, Entry | None] | None = None  # that listing, for the sweep that follows it
         self._parsed: dict[str, tuple[Entry, CheckpointRecord | None]] = {}
+        self._texts: dict[str, tuple[str, str]] = {}  # of records: their version and text, where reading is slow
+        self._uncatalogued = 0
         self._warned: set[str] = set()
         self._connect()
 
@@ -305,13 +325,17 @@ class CheckpointStore:
     def open_verified(self, record: CheckpointRecord) -> BinaryIO:
         """The payload in memory, read once and verified on the way. Takes as much memory as it has bytes.
 
+        On a terminal, a bar shows how far a payload of 1 GiB or more is.
+
         Raises:
             DamagedCheckpointError: It is missing, or has another size or checksum.
             CheckpointError: Its kind of checksum isn't known to this version.
         """
         held = io.BytesIO()
-        for chunk in self._verified_chunks(record):
-            held.write(chunk)
+        with _loading_bar(record) as bar:
+            for chunk in self._verified_chunks(record):
+                held.write(chunk)
+                bar.update(len(chunk))
         held.seek(0)
         return held
 
@@ -326,7 +350,7 @@ class CheckpointStore:
     # Changing
 
     def check(self) -> None:
-        """Make the folder and see that it can be written to.
+        """Make the folder and see that it can be written to; warns of a store without conditional writes.
 
         Raises:
             NotADirectoryError: It is a file.
@@ -337,11 +361,9 @@ class CheckpointStore:
             if backend.is_file():
                 raise NotADirectoryError
             backend.makedirs()
-            backend.probe()
+            keeps = backend.probe()
         except (NotADirectoryError, FileExistsError):
-            raise NotADirectoryError(
-                f"dirpath={self.url!r} is a file, or lies under one: name a folder, or move the file away"
-            ) from None
+            raise self._no_folder() from None
         except OSError as error:
             if not isinstance(error, PermissionError) and error.errno not in _READ_ONLY:
                 raise
@@ -349,6 +371,17 @@ class CheckpointStore:
                 f"dirpath={self.url!r} can't be written to ({self._redacted(error)}): "
                 "give this user the right to make and delete files there, or use another dirpath"
             ) from None
+        if not keeps:
+            self._warn(
+                PROBE,
+                f"dirpath={self.url!r}: this store takes no notice of If-None-Match. That is safe as long as one "
+                "process at a time saves there; two at once could overwrite each other's checkpoints",
+            )
+
+    def _no_folder(self) -> NotADirectoryError:
+        return NotADirectoryError(
+            f"dirpath={self.url!r} is a file, or lies under one: name a folder, or move the file away"
+        )
 
     def delete(self, record: CheckpointRecord) -> None:
         """Delete a checkpoint: its record first, then its payload. Again is fine; so is one that is gone.
@@ -445,8 +478,7 @@ class CheckpointStore:
         """
         base = _base_name(filename, step)
         backend = self.backend
-        taken = backend.names()
-        self._learn_sequences(taken)
+        taken = self._taken(run_id, attempt)
         version = 0
         while True:
             name = f"{base}-v{version}{PAYLOAD_SUFFIX}" if version else f"{base}{PAYLOAD_SUFFIX}"
@@ -533,7 +565,6 @@ class CheckpointStore:
             if not self._undo(pending) and isinstance(error, OSError):
                 raise self._swept(pending) from error
             raise
-        self._numbered.add(pending.name + RECORD_SUFFIX)
         try:
             marker = self._read_marker(pending.name)
             swept = backend.size(pending.name) is None
@@ -565,7 +596,11 @@ class CheckpointStore:
         """
         swept: list[str] = []
         backend = self.backend
-        entries = backend.entries()
+        entries, self._unswept = self._unswept, None
+        if entries is None or self._numbers.get(run_id) != before_attempt:
+            entries = backend.entries()
+        if any(name.endswith(PENDING_SUFFIX) for name in entries):
+            self._names = None  # an older attempt may have written its record since the folder was listed
 
         def remove(name: str) -> None:
             there = name in entries or backend.size(name) is not None
@@ -612,14 +647,14 @@ class CheckpointStore:
 
     def attempts(self, run_id: str | None = None) -> list[Attempt]:
         """The attempts of a run, or of all runs, by run and number. Unreadable ones are skipped with a warning."""
-        backend = self.backend
-        names = sorted(
-            name
-            for name, size in backend.list(_ATTEMPTS).items()
-            if _is_attempt(name, run_id) and size <= MAX_RECORD_BYTES
-        )
+        listed = self._list_attempts()
+        names = [name for name in sorted(listed) if _is_attempt(name, run_id) and listed[name] <= MAX_RECORD_BYTES]
+        return sorted(self._read_attempts(names), key=lambda attempt: (attempt.run_id, attempt.number))
+
+    def _read_attempts(self, names: Sequence[str], warn: bool = True) -> list[Attempt]:
+        """Those that can be read, with a warning for each other."""
         found = []
-        for path, data in backend.read_many([f"{_ATTEMPTS}/{name}" for name in names]).items():
+        for path, data in self.backend.read_many([f"{_ATTEMPTS}/{name}" for name in names]).items():
             if isinstance(data, FileNotFoundError):
                 continue
             try:
@@ -630,8 +665,9 @@ class CheckpointStore:
                     raise RecordError(f"it tells of attempt {attempt.name!r}")
                 found.append(attempt)
             except (RecordError, *_UNREADABLE) as error:
-                self._warn(path, f"{self._full(path)!r} is skipped, it isn't an attempt: {self._redacted(error)}")
-        return sorted(found, key=lambda attempt: (attempt.run_id, attempt.number))
+                if warn:
+                    self._warn(path, f"{self._full(path)!r} is skipped, it isn't an attempt: {self._redacted(error)}")
+        return found
 
     def interrupted_start(self) -> str | None:
         """The run whose very first start was killed before its attempt was noted; None if there is none."""
@@ -649,8 +685,8 @@ class CheckpointStore:
             parent: ``run_id`` of the run this one branched from, if any.
         """
         backend = self.backend
-        numbers = [int(name[len(run_id) + 1 : -5]) for name in backend.list(_ATTEMPTS) if _is_attempt(name, run_id)]
-        number = max(numbers, default=0)
+        noted = self._list_attempts()
+        number = max((number for run, number in map(_run_and_number, noted) if run == run_id), default=0)
         while True:
             number += 1
             attempt = Attempt(
@@ -668,6 +704,9 @@ class CheckpointStore:
             except FileExistsError:
                 continue
             self._numbers[run_id] = number
+            self._noted = {*noted, f"{attempt.name}{RECORD_SUFFIX}"}
+            self._names = self._unswept = None
+            self._write_catalogue(attempt.name)
             return attempt
 
     def finish_attempt(self, attempt: Attempt, status: str) -> None:
@@ -724,10 +763,14 @@ class CheckpointStore:
             self._warned.add(about)
             warnings.warn(message, stacklevel=4)
 
-    def _scan(self) -> tuple[list[CheckpointRecord], dict[str, Entry | None]]:
+    def _scan(self, warn: bool = True) -> tuple[list[CheckpointRecord], dict[str, Entry | None]]:
         """All valid records, and everything in the folder."""
         backend = self.backend
-        entries = backend.entries()
+        skip = self._skip if warn else _do_nothing
+        try:
+            entries = backend.entries()
+        except NotADirectoryError:
+            raise self._no_folder() from None
         suffix = PAYLOAD_SUFFIX + RECORD_SUFFIX
         listed = {name: entry for name, entry in entries.items() if entry is not None and name.endswith(suffix)}
         before, parsed = self._parsed, {}
@@ -737,16 +780,16 @@ class CheckpointStore:
             if known is not None and entry.version is not None and known[0] == entry:
                 parsed[name] = known
             elif not is_safe_name(name):
-                self._skip(name, "its name isn't one that this package gives")
+                skip(name, "its name isn't one that this package gives")
             elif entry.size > MAX_RECORD_BYTES:
-                self._skip(name, f"it has {entry.size:,} bytes, a record has at most {MAX_RECORD_BYTES:,}")
+                skip(name, f"it has {entry.size:,} bytes, a record has at most {MAX_RECORD_BYTES:,}")
             else:
                 changed.append(name)
-        for name, data in backend.read_many(changed).items():
+        for name, data in self._read_records(changed, listed).items():
             if isinstance(data, FileNotFoundError):
                 continue  # deleted since the listing
             if isinstance(data, _UNREADABLE):
-                self._skip(name, self._redacted(data))
+                skip(name, self._redacted(data))
                 continue
             if isinstance(data, Exception):
                 raise data
@@ -754,16 +797,58 @@ class CheckpointStore:
             try:
                 record = _parse_record(name, data)
             except RecordError as error:
-                self._skip(name, str(error))
-            parsed[name] = (listed[name], record)
+                skip(name, str(error))
+            if record is not None or warn:  # else it's said another time
+                parsed[name] = (listed[name], record)
         self._parsed = parsed
-        self._numbered.update(parsed)
         found = [record for _, record in parsed.values() if record is not None]
         found.sort(key=lambda record: (record.sequence, record.created_at, record.path))
         if found:
             with self._lock:
                 self._sequence = max(self._sequence, found[-1].sequence)
+        if self._numbers:
+            self._names, self._unswept = set(entries), entries
         return found, entries
+
+    def _read_records(self, names: Sequence[str], listed: Mapping[str, Entry]) -> Mapping[str, bytes | Exception]:
+        """Records by name. Where reading many takes long, those that the catalogue still has right come from there."""
+        if not self.backend.slow_reads:
+            return self.backend.read_many(names)
+        texts = {name: text for name, text in self._texts.items() if name in listed}
+        if len(names) >= _CATALOGUED_FROM:
+            texts.update(self._read_catalogue())
+        current = {name: text for name in names if (text := texts.get(name)) and text[0] == repr(listed[name].version)}
+        read = self.backend.read_many([name for name in names if name not in current])
+        new = {
+            name: (repr(listed[name].version), data.decode())
+            for name, data in read.items()
+            if isinstance(data, bytes) and data.isascii()  # as every record is
+        }
+        self._uncatalogued += len(new)
+        self._texts = {name: text for name, text in texts.items() if name in listed} | new
+        return {**{name: text.encode() for name, (_, text) in current.items()}, **read}
+
+    def _read_catalogue(self) -> dict[str, tuple[str, str]]:
+        """The texts of records, as an earlier start read them; each is true of one version of its file."""
+        try:
+            if (self.backend.size(_CATALOGUE) or 0) > _MAX_CATALOGUE_BYTES:
+                return {}
+            checksum, _, data = self.backend.read(_CATALOGUE).partition(b"\n")
+            if checksum.decode() != checksum_of([data]):
+                return {}
+            values = json.loads(data)
+            return {str(name): (str(version), str(text)) for name, (version, text) in values.items()}
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+            return {}  # it only saves time
+
+    def _write_catalogue(self, owner: str) -> None:
+        """Spare the next start what this one read."""
+        if self._uncatalogued >= _CATALOGUED_FROM:
+            data = json.dumps(self._texts).encode()
+            if len(data) < _MAX_CATALOGUE_BYTES - 100:
+                with contextlib.suppress(OSError):
+                    self.backend.write(_CATALOGUE, f"{checksum_of([data])}\n".encode() + data, owner=owner)
+            self._uncatalogued = 0
 
     def _skip(self, name: str, why: str) -> None:
         self._warn(name, f"the record {self._full(name)!r} is skipped: {why}. It is left where it is")
@@ -842,19 +927,31 @@ class CheckpointStore:
                 raise CheckpointError(f"{self.path_of(record)!r} is being deleted, so it can't be changed any more")
         return changed
 
-    def _learn_sequences(self, names: set[str]) -> None:
-        """Take note of the sequences of records that another process has written since the last look."""
-        suffix = PAYLOAD_SUFFIX + RECORD_SUFFIX
-        new = sorted(name for name in names - self._numbered if name.endswith(suffix) and is_safe_name(name))
-        small = [name for name in new if 0 <= (self.backend.size(name) or -1) <= MAX_RECORD_BYTES]
-        for name, data in self.backend.read_many(small).items():
-            if isinstance(data, (FileNotFoundError, *_UNREADABLE)):
-                continue
-            if isinstance(data, Exception):
-                raise data
-            self._numbered.add(name)
-            with contextlib.suppress(RecordError), self._lock:
-                self._sequence = max(self._sequence, _parse_record(name, data).sequence)
+    def _taken(self, run_id: str, attempt: int) -> set[str]:
+        """The names that others have given; learns the sequences of their records.
+
+        The folder isn't listed again while nobody else can be at work in it. Whoever writes begins an attempt first:
+        a later one of this run ends this one, and an earlier one can confirm nothing more.
+        """
+        if self._names is not None and self._numbers.get(run_id) == attempt:
+            listed = self._list_attempts()
+            if self._noted.issuperset(listed) and not self._has_company(listed, run_id):
+                return self._names
+            self._noted.update(listed)
+        return set(self._scan(warn=False)[1])  # in the background, where a warning may be an error
+
+    def _list_attempts(self) -> dict[str, int]:
+        """The names of all attempts' files, and their bytes."""
+        return {name: size for name, size in self.backend.list(_ATTEMPTS).items() if _is_attempt(name, None)}
+
+    def _has_company(self, listed: Mapping[str, int], run_id: str) -> bool:
+        """Whether the newest attempt of another run hasn't noted its end, so that it may be alive."""
+        newest: dict[str, str] = {}
+        for name in sorted(listed, key=_run_and_number):
+            newest[_run_and_number(name)[0]] = name
+        newest.pop(run_id, None)
+        small = [name for name in newest.values() if listed[name] <= MAX_RECORD_BYTES]
+        return any(other.status == "running" for other in self._read_attempts(small, warn=False))
 
     def _next_sequence(self) -> int:
         with self._lock:
@@ -909,18 +1006,46 @@ class CheckpointStore:
 
 
 def _checked_url(url: str | os.PathLike[str]) -> str:
-    text = os.fspath(url)
-    if not isinstance(text, str) or not text.strip():
+    text = os.fspath(url) if isinstance(url, os.PathLike) else url
+    if not isinstance(text, str):
+        raise TypeError(f"dirpath={text!r}: a local path or an fsspec URL was expected, not {type(text).__name__}")
+    if not text.strip() or "\0" in text:
         raise ValueError(f"dirpath={text!r}: a local path or an fsspec URL was expected, e.g. 'gs://bucket/run'")
     if "://" not in text:
-        return os.path.abspath(os.path.expanduser(text))
+        path = os.path.abspath(os.path.expanduser(text))
+        for match in re.finditer(r"/([a-z][a-z0-9+.-]*):(?=/|$)", path):
+            if match[1] in fsspec.available_protocols():  # type: ignore[no-untyped-call]
+                folder = path[match.end() :]
+                meant = f"{match[1]}://{folder if match[1] in ('file', 'local') else folder.lstrip('/')}"
+                raise ValueError(f"dirpath={text!r} has one slash where a URL has two: write {meant!r}, as a str")
+        return path
     start, _, rest = text.partition("://")
     shown = f"{start}://{rest.partition('?')[0].rpartition('@')[2]}"
     if "?" in rest:
         raise ValueError(f"dirpath={shown!r} has a query after it: put what it says into storage_options")
     if re.match(r"[^/@]*:[^/@]*@", rest):
         raise ValueError(f"dirpath={shown!r} has a password in it: put it into storage_options")
+    if "::" in text:
+        raise ValueError(
+            f"dirpath={shown!r} is a chain of filesystems, and a cache or an archive doesn't show at once what others "
+            "write: name the store itself, e.g. 's3://bucket/run'"
+        )
+    if start in _UNFIT:
+        raise ValueError(f"dirpath={shown!r} can't hold checkpoints: {_UNFIT[start]}")
+    if not text.isprintable():
+        raise ValueError(f"dirpath={shown!r} has a character in it that can't be printed: leave it out")
     return f"{start}://{rest.rstrip('/')}" if rest.strip("/") else text
+
+
+def _do_nothing(*_: object) -> None:
+    pass
+
+
+def _loading_bar(record: CheckpointRecord) -> Any:
+    """For what takes long, on a terminal, and on one rank."""
+    hidden = record.size < _BAR_BYTES or getattr(rank_zero_only, "rank", 0) != 0
+    title = f"Loading {record.path}"
+    return tqdm(total=record.size, desc=title, unit="B", unit_scale=True, unit_divisor=1024, disable=hidden or None)
 
 
 def _base_name(filename: str, step: int) -> str:
@@ -946,6 +1071,12 @@ def _owner(marker: Pending) -> str:
 def _is_attempt(name: str, run_id: str | None) -> bool:
     match = re.fullmatch(r"(.+)-\d{6,12}\.json", name)
     return match is not None and (match[1] == run_id if run_id is not None else is_safe_run_id(match[1]))
+
+
+def _run_and_number(attempt: str) -> tuple[str, int]:
+    """Of an attempt's file name."""
+    run_id, _, number = attempt.removesuffix(RECORD_SUFFIX).rpartition("-")
+    return run_id, int(number)
 
 
 def _parse_record(name: str, data: bytes) -> CheckpointRecord:

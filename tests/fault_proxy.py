@@ -97,6 +97,7 @@ class FaultProxy:
         self.latency = latency
         self.bytes_per_second = bytes_per_second
         self._server_port = server_port
+        self._tasks: set[asyncio.Task[Any] | None] = set()  # a loop holds its tasks weakly
         self._released = False
 
     def __enter__(self) -> FaultProxy:
@@ -135,12 +136,14 @@ class FaultProxy:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._tasks.add(asyncio.current_task())
         try:
             while await self._exchange(reader, writer):
                 pass
         except (OSError, EOFError, asyncio.CancelledError):
             pass
         finally:
+            self._tasks.discard(asyncio.current_task())
             writer.close()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:

@@ -121,6 +121,12 @@ class StoreConformance:
         assert store.sweep("run", 9) == []
         assert folder.names() == set()
 
+    def test_check_is_silent(self, other: CheckpointStore, folder: Folder) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other.check()
+        assert folder.names() == set()
+
     def test_folder_that_does_not_exist_is_empty(self, other: CheckpointStore) -> None:
         assert other.records() == []
         assert other.attempts("run") == []
@@ -197,6 +203,48 @@ class StoreConformance:
         store.delete(store.records()[1])
         assert [record.sequence for record in other.records()] == [1, 3, 4, 5]
         assert save(other, 6).sequence == 6
+
+    def test_the_folder_is_listed_once_by_a_run_alone_in_it(
+        self, store: CheckpointStore, other: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(other, 1)
+        backend = store.backend
+        entries, listed = backend.entries, []
+
+        def count(folder: str = "") -> Any:
+            listed.append(folder)
+            return entries(folder)
+
+        monkeypatch.setattr(backend, "entries", count)
+        attempt = store.start_attempt("run")
+        store.records()
+        store.sweep("run", attempt.number)
+        for step in (2, 3, 2):
+            save(store, step)
+        assert listed.count("") == 1
+        theirs = other.start_attempt("other")
+        for step, there in ((4, True), (5, True), (6, False), (7, False)):
+            if there:
+                save(other, step, run_id="other")
+            elif step == 6:
+                other.finish_attempt(theirs, "finished")
+            listed.clear()
+            save(store, step)
+            assert listed.count("") == there
+        names = ["1", "2", "3", "2-v1", "4", "4-v1", "5", "5-v1", "6", "7"]
+        assert [record.path for record in other.records()] == [f"step-{int(n[0]):010d}{n[1:]}.ckpt" for n in names]
+        assert [record.sequence for record in other.records()] == list(range(1, 11))
+
+    def test_a_save_that_ends_while_the_next_attempt_starts_is_counted(
+        self, store: CheckpointStore, other: CheckpointStore
+    ) -> None:
+        other.start_attempt("run")
+        pending = other.begin(1, "run", 1)
+        attempt = store.start_attempt("run")
+        assert store.records() == []
+        late = other.commit(pending, Bytes(b"late"), {"step": 1, "epoch": 0, "created_at": 0.0})
+        store.sweep("run", attempt.number)
+        assert save(store, 2, attempt=attempt.number).sequence == late.sequence + 1
 
     def test_latest_stays_in_the_run_of_the_highest_sequence(self, store: CheckpointStore, folder: Folder) -> None:
         a1, b1, a2 = save(store, 1, run_id="a"), save(store, 1, run_id="b"), save(store, 2, run_id="a")
@@ -455,6 +503,9 @@ class StoreConformance:
         silent = {"config.json": b"{}", "hparams.yaml": b"", "last.ckpt": b"", ".hidden.ckpt": b"x"}
         for name, data in (broken | silent).items():
             folder.put(name, data)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a save tells nothing: it runs in the background
+            store.delete(save(store, 5))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert store.records() == [good]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import itertools
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -108,6 +111,8 @@ class Bench:
     def __init__(self, protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.protocol = protocol
         self.monkeypatch = monkeypatch
+        # where the bytes happen to lie in memory would decide in how many calls they are written
+        monkeypatch.setattr(backends, "_is_aligned", lambda chunk: False)
         self.url = fresh_url(protocol, tmp_path)
         self.folder = Folder(self.url, {})
         self.plain().check()
@@ -486,14 +491,87 @@ def test_relative_and_home_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         ("memory://a?token=abc", "query"),
         ("ftp://me:pass@host/a", "password"),
         ("nosuch://a", "nosuch"),
+        ("a\0b", "dirpath="),
+        ("gs://a/b\n", "character"),
+        ("gs:/a/b", "write 'gs://a/b'"),
+        (Path("s3://a/b"), "write 's3://a/b'"),
+        ("file:/a/b", "write 'file:///a/b'"),
+        ("/a/memory:", "write 'memory://'"),
+        ("s3://", "names no bucket"),
+        ("gs:///", "names no bucket"),
+        ("simplecache::s3://a/b", "chain"),
+        ("zip://a.zip::memory://b", "chain"),
+        ("zip://a.zip", "archive"),
+        ("https://host/a", "can only be read"),
+        ("sftp://host/a", "before all of it is written"),
+        ("hdfs://host/a", "before all of it is written"),
+        ("hf://datasets/a/b", "commit"),
     ],
 )
-def test_bad_url(url: str, words: str) -> None:
+def test_bad_url(url: str | Path, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         CheckpointStore(url)
     assert "dirpath=" in str(caught.value)
     assert "abc" not in str(caught.value)
     assert "me:pass" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", [5, b"gs://a/b", None])
+def test_a_url_that_is_no_text(url: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"dirpath={url!r}: a local path or an fsspec URL was expected")):
+        CheckpointStore(url)
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("s3://bucket/run/", "s3://bucket/run"),
+        ("s3://bucket", "s3://bucket"),
+        ("gs://bucket//", "gs://bucket"),
+        ("memory://", "memory://"),
+        ("memory:///a/b/", "memory:///a/b"),
+        ("/a/b:/c", "/a/b:/c"),
+        ("/a/s3:x", "/a/s3:x"),
+    ],
+)
+def test_good_url(given: str, url: str) -> None:
+    assert CheckpointStore(given).url == url
+
+
+def test_a_folder_under_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    store = CheckpointStore(tmp_path / "file" / "run")
+    for use in (store.records, store.check):
+        with pytest.raises(NotADirectoryError, match=r"dirpath=.*is a file, or lies under one"):
+            use()
+
+
+@pytest.mark.parametrize("op", ["os.fsync", "close"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT, errno.ENOSPC])
+def test_error_that_comes_late_in_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str, code: int) -> None:
+    """As NFS reports it, wherever in a save: the save fails in plain words, or is whole; the older one stays."""
+    older = save(CheckpointStore(tmp_path), 1)
+    for kth in itertools.count(1):
+        schedule = Schedule(Fault("error_after", op=op, kth=kth, error=lambda: OSError(code, "late")))
+        with monkeypatch.context() as patch:
+            patch.setattr(backends, "os", FaultyOs(schedule))
+            store = CheckpointStore(f"faulty://{tmp_path}", {"target_protocol": "file", "schedule": schedule})
+            kept, failed = [older], None
+            try:
+                kept.append(save(store, kth + 1))
+            except OSError as error:
+                failed = error
+        assert failed is None or failed.errno == code
+        assert failed is None or code == errno.EIO or "the disk is full" in str(failed)
+        store = CheckpointStore(tmp_path)
+        assert store.records() == kept
+        for record in kept:
+            store.verify(record)
+        for record in kept[1:]:
+            store.delete(record)
+        if not schedule.hits:
+            break
+    assert kth > 3
 
 
 def test_case_24_fsync_comes_before_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -659,7 +737,7 @@ def test_full_disk_where_space_cannot_be_reserved(tmp_path: Path, monkeypatch: p
         store = CheckpointStore(disk / "run")
         store.check()
         first = save(store, 1, b"x" * 1_000_000)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="the disk is full: 3,000,000 bytes are needed"):
             save(store, 2, b"y" * 3_000_000)
         assert Folder(store.url, {}).names() == files_of(first)
         assert save(store, 2, b"z" * 500_000).path == "step-0000000002.ckpt"
