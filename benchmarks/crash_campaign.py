@@ -963,7 +963,7 @@ def make_plan(seed: int, number: int, catalogue: list[str], outages: bool = Fals
 
     cuts.sort(key=order)
     drained = draw.random() < 0.6
-    outage = outages and number % OUTAGES == OUTAGES - 2
+    outage = outages and number % OUTAGES == 0
     return Plan(
         number,
         overlap,

@@ -86,6 +86,7 @@ class SignalCounter:
         """Raise what an earlier handler raised, if one did; only once."""
         held, self.held = self.held, None
         if held is not None:
+            self.counts = {name: count for name, count in self.counts.items() if name != RAISED}
             raise held
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.servers import Server
+
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "benchmarks" / "crash_campaign.py"
 pytestmark = pytest.mark.timeout(240)
@@ -61,6 +63,26 @@ def test_case_19_a_short_campaign_loses_nothing(tmp_path: Path) -> None:
     assert results["overlaps"] >= 1
     assert results["deletes"] >= 20
     assert results["kills_by_moment"].keys() >= OPERATIONS
+
+
+def test_a_short_campaign_against_a_server_that_is_killed_too(
+    tmp_path: Path, server_of: Callable[[str], Server]
+) -> None:
+    name = "fake-gcs-on-disk"
+    server_of(name)  # or it is skipped
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--server", name, "--kills", "9", "--quiet", "--out", str(tmp_path / "out.json")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert results["violations"] == []
+    assert results["store"] == name
+    assert results["kills_of_the_server"] >= 1
+    assert results["kills_by_moment"].keys() >= {"save/payload/send", "save/payload/complete", "save/record/upload"}
 
 
 def test_a_plan_follows_from_the_seed_and_reaches_every_moment() -> None:
