@@ -85,6 +85,7 @@ HANGS = 90.0  # seconds an attempt may take
 FOREIGN_RUN = "another-run"
 DIED, SUPERSEDED, FAILED = "died", 3, 4
 PART = re.compile(r"\.(.+\.ckpt)\.[0-9a-f]{8}\.part-[-0-9]+$")  # of an upload to Google Cloud Storage
+SERVERS_OWN = re.compile(r"(^|/)\.tmp\.[0-9a-f]{32}$")  # what nanio leaves of a write in which it is killed
 T = TypeVar("T")
 
 
@@ -707,6 +708,7 @@ def survey(job: Job, foreign: dict[str, bytes]) -> Survey:
         attempts = store.attempts()
         backend = store.backend
         listing = {**backend.list(), **{f"attempts/{name}": size for name, size in backend.list("attempts").items()}}
+        listing = {name: size for name, size in listing.items() if not SERVERS_OWN.search(name)}
     problems += [f"warned about: {warning.message}" for warning in caught]
     for name, data in foreign.items():
         if name not in listing:
@@ -1113,7 +1115,7 @@ class Run:
         """Kill the server at random moments, and start it again; nothing that was confirmed may be gone."""
         draw = random.Random(self.plan.number)
         pid = self._start(None)
-        while (ended := self._end(pid, draw.uniform(0.05, 0.5) * self.seconds)) is None:
+        while (ended := self._end(pid, draw.uniform(0.02, 0.15) * self.seconds)) is None:
             self.server.kill()
             time.sleep(draw.uniform(0, OUTAGE_SECONDS))
             self.server.start()
