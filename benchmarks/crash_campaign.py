@@ -81,6 +81,7 @@ POINTS_EACH, MOMENTS_EACH = 7, 2  # kills of one training
 OVERLAPS = 4  # one in so many trainings is an overlap
 OUTAGES = 4  # and one goes on while its server is killed, where that is asked for
 OUTAGE_SECONDS = 0.5  # at most, until the server is started again
+OUTAGE_STARTS = 5
 HANGS = 90.0  # seconds an attempt may take
 FOREIGN_RUN = "another-run"
 DIED, SUPERSEDED, FAILED = "died", 3, 4
@@ -1051,7 +1052,10 @@ class Run:
         if not self.plan.cuts[0].where.startswith("check/folder/"):
             self.watch.begin()
         try:
-            (self._overlap if self.plan.overlap else self._outage if self.plan.outage else self._kill)(report)
+            if self.plan.outage:
+                self._outage()
+            else:
+                (self._overlap if self.plan.overlap else self._kill)(report)
         except (Broken, RuntimeError) as error:
             result.violation = str(error)
         finally:
@@ -1111,20 +1115,31 @@ class Run:
         self.result.looks += 1
         self.watch.at_end([pid])
 
-    def _outage(self, report: Callable[[], object]) -> None:
-        """Kill the server at random moments, and start it again; nothing that was confirmed may be gone."""
+    def _outage(self) -> None:
+        """Kill the server at random moments, and start it again; nothing that was confirmed may be gone.
+
+        A training that has given up is started again, and one that has ended once more, which clears up what a server
+        that was away has left.
+        """
         draw = random.Random(self.plan.number)
-        pid = self._start(None)
-        while (ended := self._end(pid, draw.uniform(0.02, 0.15) * self.seconds)) is None:
-            self.server.kill()
-            time.sleep(draw.uniform(0, OUTAGE_SECONDS))
-            self.server.start()
-            self.result.outages += 1
-            self.result.log.append("    the server was killed and started again")
-            report()
-        self._finished([pid], ended)
+        pids: list[int] = []
+        ended: int | str | None = FAILED
+        while ended == FAILED and len(pids) < OUTAGE_STARTS:
+            pids.append(self._start(None))
+            while (ended := self._end(pids[-1], draw.uniform(0.02, 0.15) * self.seconds)) is None:
+                self.server.kill()
+                time.sleep(draw.uniform(0, OUTAGE_SECONDS))
+                self.server.start()
+                self.result.outages += 1
+                self.result.log.append("    the server was killed and started again")
+            found, _ = self.watch.look()
+            self.watch.base = found.records[-1].step if found.records else 0
+            self.result.looks += 1
+        self._finished(pids, ended, (0, FAILED))
+        pids.append(self._start(None))
+        self._finished(pids, self._end(pids[-1]))
         self.result.looks += 1
-        self.watch.at_end([pid])
+        self.watch.at_end(pids)
 
     def _overlap(self, report: Callable[[], object]) -> None:
         """An attempt is stopped, a second one starts and is stopped or ends; the first wakes up and goes to its end."""

@@ -178,9 +178,8 @@ class FakeGcsOnDisk(FakeGcs):
 class Azurite(Server):
     """Azure Blob Storage."""
 
-    name = "azurite"
+    name = "azurite"  # keeps its account of what it has in memory for some seconds
     protocol = "az"
-    lasting = True
 
     def options(self, port: int | None = None) -> dict[str, Any]:
         endpoint = f"http://127.0.0.1:{port or self.port}/devstoreaccount1"
