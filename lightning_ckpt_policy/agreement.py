@@ -11,6 +11,8 @@ While nothing is due there is at most one exchange per `STEPS_PER_EXCHANGE` step
 exact end of it spends: far from the deadline the next exchange comes after half of what is left, near it shortly before
 the step that is expected to be due. Where signals are listened for, one comes at least every `LISTEN_SECONDS`, or every
 step if a step takes longer. Saves that follow each other sooner have an exchange each, the first one of a fit two.
+While a save is due and the one before it is on its way for longer than usual, one comes each time its time has doubled
+at the latest.
 
 This module knows neither the Trainer nor ``torch``; an `Exchange` does the collective.
 """
@@ -210,7 +212,8 @@ class Agreement:
         self._exchanged_at = self._tick
         if self._tick >= self._ask_at:  # it takes longer than others did
             waited = self._tick - self._saved_at
-            self._ask_at = self._tick + max(1, waited if cost is None else waited // 4, self._affordable())
+            again = waited if cost is None else min(waited, max(waited // 4, self._affordable()))
+            self._ask_at = self._tick + max(1, again)
         if self._watches:
             self._next = self._tick + self._gap(self._remaining(due))
 

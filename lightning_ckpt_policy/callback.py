@@ -1604,9 +1604,11 @@ def _on_rank_zero(trainer: Trainer, function: Callable[[], T]) -> T:
             error = caught
     if trainer.world_size > 1:
         text = None if error is None else _describe(error)
-        result, text = trainer.strategy.broadcast((result, text))
+        # a program that catches one of this package's errors must do so on every rank
+        kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
+        result, text, kind = trainer.strategy.broadcast((result, text, kind))
         if text is not None and error is None:
-            raise CheckpointError(f"rank 0: {text}")
+            raise kind(f"rank 0: {text}")
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]

@@ -64,11 +64,21 @@ class Outcome:
     saves: list[int] = field(default_factory=list)
     exchanges: list[int] = field(default_factory=list)
     heard: list[int] = field(default_factory=list)
+    in_vain: list[int] = field(default_factory=list)
 
     def allowed(self) -> float:
-        """Exchanges: one per 32 steps on average, or one for a save if it comes sooner, and some to begin with."""
+        """Exchanges: one per 32 steps on average, or one for a save if it comes sooner, and some more.
+
+        Some to begin with, and those that found a save still on its way.
+        """
         waits = np.diff([0, *self.saves, len(self.clock) - 1])
-        return float(np.maximum(waits / STEPS_PER_EXCHANGE, 1).sum()) + 6
+        return float(np.maximum(waits / STEPS_PER_EXCHANGE, 1).sum()) + 6 + len(self.in_vain)
+
+    def most_in_vain(self) -> float:
+        """How often a save was found to be still on its way, at most, for each doubling of the steps it took."""
+        waits = [*self.saves, len(self.clock) - 1]
+        counts = np.diff(np.searchsorted(self.in_vain, waits))
+        return float((counts / (1 + np.log2(1 + np.diff(waits)))).max(initial=0))
 
     def lateness(self, interval: float, busy: float = 0.0) -> list[float]:
         """How much later than rank 0 alone would have saved; 1 is the longest step since the save before, or 1 %."""
@@ -88,11 +98,13 @@ def train(
     *,
     signals: dict[int, list[tuple[int, str]]] | None = None,
     confirm: float = 0.0,
+    slow: float = 1.0,
     epoch: int = 10**9,
 ) -> Outcome:
     """Train with one rank per clock, steps of these seconds and saves that take ``confirm`` of rank 0's seconds.
 
-    The first step of each epoch of ``epoch`` steps includes what comes before it.
+    One save in five takes ``slow`` times as long. The first step of each epoch of ``epoch`` steps includes what comes
+    before it.
     """
     ranks = [Rank(number, trigger, clock) for number, clock in enumerate(clocks)]
     leader = ranks[0]
@@ -119,6 +131,8 @@ def train(
             rank.agreed = agreed
             rank.agreement.exchange(report, rank.due)
         outcome.exchanges.append(leader.step)
+        if not leader.agreement.free:
+            outcome.in_vain.append(leader.step)
 
     def all_say(answers: list[bool]) -> bool:
         assert len(set(answers)) == 1, f"the ranks disagree at step {leader.step}"
@@ -154,7 +168,7 @@ def train(
         if not all_say([rank.agreement.free for rank in ranks]):
             continue
         outcome.saves.append(step)
-        free_at = leader.clock(true) + confirm
+        free_at = leader.clock(true) + confirm * (slow if len(outcome.saves) % 5 == 0 else 1)
         measured = Measured(cost=SaveCost(confirm=confirm), uptime=true)
         for rank in ranks:
             rank.since = rank.progress().captured(rank.since)
@@ -246,6 +260,12 @@ def test_a_save_that_waits_for_another_asks_seldom(trigger: Trigger) -> None:
     assert np.median(waited) <= 48
 
 
+@pytest.mark.parametrize("trigger", [EveryNTrainSteps(5), EveryInterval(seconds=5)])
+def test_a_save_that_takes_longer_than_others_makes_the_next_one_little_later(trigger: Trigger) -> None:
+    outcome = train(trigger, steps(1000), [TRUE] * 2, confirm=4, slow=3)
+    assert np.diff(outcome.clock[outcome.saves]).max() <= 2 * 4 * 3
+
+
 @given(
     data=st.data(),
     trigger=st.sampled_from(
@@ -278,3 +298,4 @@ def test_whatever_happens_ranks_decide_alike(data: st.DataObject, trigger: Trigg
     outcome = train(trigger, seconds, clocks, signals=data.draw(arrivals), confirm=confirm)
     if not trigger.signals:
         assert len(outcome.exchanges) <= outcome.allowed()
+        assert outcome.most_in_vain() <= 2

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ckpt_policy import AfterValidation, AtSteps, CheckpointPolicy, EveryNEpochs, EveryNTrainSteps, KeepAll
-from tests.models import Net, Rows, differences, drain_each_save, fit, loader
+from tests.models import BATCHES, Net, Rows, differences, drain_each_save, fit, loader
 
 
 def interrupted_and_resumed(
@@ -493,3 +493,13 @@ def test_every_save_point_of_a_long_run_resumes_exactly(tmp_path: Path) -> None:
             path = str(tmp_path / "all" / record.path)
             again = fit(tmp_path, CheckpointPolicy(tmp_path / "x", AtSteps([99])), ckpt_path=path, seed=7, **options)
             assert_exact(whole, again, record.step)
+
+
+def test_limit_an_epoch_that_is_shorter_than_what_was_done_of_it(tmp_path: Path) -> None:
+    def shares(ranks: int) -> Any:  # as a DistributedSampler gives each of so many ranks
+        return loader(batches=BATCHES // ranks)
+
+    policy = CheckpointPolicy(tmp_path / "ck", trigger=AtSteps([8]), save_on_train_end=False)
+    fit(tmp_path, policy, train=lambda: shares(1), crash_at=9)
+    with pytest.raises(RuntimeError, match="iter"):
+        fit(tmp_path, CheckpointPolicy(tmp_path / "ck"), train=lambda: shares(2), ckpt_path="last")
