@@ -711,6 +711,13 @@ def survey(job: Job, foreign: dict[str, bytes]) -> Survey:
         listing = {**backend.list(), **{f"attempts/{name}": size for name, size in backend.list("attempts").items()}}
         listing = {name: size for name, size in listing.items() if not SERVERS_OWN.search(name)}
     problems += [f"warned about: {warning.message}" for warning in caught]
+    if missing := foreign.keys() - listing.keys():
+        time.sleep(1)
+        again = backend.list().keys()
+        problems.append(
+            f"the folder lists {len(listing)} names, and a second later {len(again)}, {len(missing - again)} of the "
+            "missing ones still not among them"
+        )
     for name, data in foreign.items():
         if name not in listing:
             problems.append(f"the foreign file {name!r} is gone")
