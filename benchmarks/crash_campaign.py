@@ -81,7 +81,7 @@ POINTS_EACH, MOMENTS_EACH = 7, 2  # kills of one training
 OVERLAPS = 4  # one in so many trainings is an overlap
 OUTAGES = 4  # and one goes on while its server is killed, where that is asked for
 OUTAGE_SECONDS = 0.5  # at most, until the server is started again
-OUTAGE_STARTS = 5
+OUTAGE_STARTS, OUTAGES_EACH = 3, 6
 HANGS = 90.0  # seconds an attempt may take
 FOREIGN_RUN = "another-run"
 DIED, SUPERSEDED, FAILED = "died", 3, 4
@@ -1133,12 +1133,17 @@ class Run:
         ended: int | str | None = FAILED
         while ended == FAILED and len(pids) < OUTAGE_STARTS:
             pids.append(self._start(None))
-            while (ended := self._end(pids[-1], draw.uniform(0.02, 0.15) * self.seconds)) is None:
+            for _ in range(OUTAGES_EACH):
+                ended = self._end(pids[-1], draw.uniform(0.02, 0.15) * self.seconds)
+                if ended is not None:
+                    break
                 self.server.kill()
                 time.sleep(draw.uniform(0, OUTAGE_SECONDS))
                 self.server.start()
                 self.result.outages += 1
                 self.result.log.append("    the server was killed and started again")
+            else:
+                ended = self._end(pids[-1])
             found, _ = self.watch.look()
             self.watch.base = found.records[-1].step if found.records else 0
             self.result.looks += 1

@@ -68,7 +68,7 @@ def test_case_19_a_short_campaign_loses_nothing(tmp_path: Path) -> None:
 def test_a_short_campaign_against_a_server_that_is_killed_too(
     tmp_path: Path, server_of: Callable[[str], Server]
 ) -> None:
-    name = "fake-gcs-on-disk"
+    name = "nanio"
     server_of(name)  # or it is skipped
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--server", name, "--kills", "9", "--quiet", "--out", str(tmp_path / "out.json")],
