@@ -449,8 +449,8 @@ class CheckpointPolicy(Checkpoint):
     def _select(self, trainer: Trainer, fitting: bool) -> CheckpointRecord | None:
         """The checkpoint that ``ckpt_path="last"`` stands for, or ``None`` if nothing was saved yet."""
         store = self._bind(trainer)
-        records = store.records()
-        self._tell_of_lost_records(store, records)
+        records, names = store.listed()
+        self._tell_of_lost_records(store, records, names)
         if not records:
             return None
         candidates = _lineage(records)
@@ -475,10 +475,9 @@ class CheckpointPolicy(Checkpoint):
             "start afresh"
         )
 
-    def _tell_of_lost_records(self, store: CheckpointStore, records: list[CheckpointRecord]) -> None:
+    def _tell_of_lost_records(self, store: CheckpointStore, records: list[CheckpointRecord], names: set[str]) -> None:
         """Warn of files named like this policy's, past the newest checkpoint, that nothing vouches for."""
         newest = max((record.step for record in records), default=-1)
-        names = store.backend.names()
         lost = sorted(
             name
             for name in names

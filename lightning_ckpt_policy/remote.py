@@ -14,6 +14,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import io
 import re
 import threading
 import time
@@ -395,7 +396,8 @@ class S3Backend(RemoteBackend):
         ours = _base64_crc(google_crc32c.value(data))
         extra = {"ChecksumCRC32C": ours} if upload["checked"] else {}
         keys = upload["keys"]
-        answer = await self.fs._call_s3("upload_part", **keys, PartNumber=index + 1, Body=data, **extra)
+        body = _Body(data)
+        answer = await self.fs._call_s3("upload_part", **keys, PartNumber=index + 1, Body=body, **extra)
         theirs = answer.get("ChecksumCRC32C")
         if theirs is None and _is_md5(answer):
             loop = asyncio.get_running_loop()
@@ -587,6 +589,35 @@ REMOTE_BACKENDS: dict[str, type[RemoteBackend]] = {
     "abfs": AzureBackend,
     "abfss": AzureBackend,
 }
+
+
+class _Body(io.RawIOBase):
+    """Bytes as a file. Of plain bytes, and of ``io.BytesIO``, the client makes a second copy to send them."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__()
+        self._data = memoryview(data)
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._data.nbytes}[whence]
+        self._place = max(0, begin + offset)
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._data[self._place : self._place + len(buffer)]
+        buffer[: piece.nbytes] = piece
+        self._place += piece.nbytes
+        return piece.nbytes
 
 
 def _parts(chunks: Iterable[bytes | memoryview], part_bytes: int) -> Iterator[bytes]:

@@ -281,6 +281,11 @@ class CheckpointStore:
         """
         return self._scan()[0]
 
+    def listed(self) -> tuple[list[CheckpointRecord], set[str]]:
+        """`records`, and the names of everything in the folder, from one look at it."""
+        records, entries = self._scan()
+        return records, set(entries)
+
     def whole(self, record: CheckpointRecord) -> bool:
         """Whether the payload is there with the right size, and wasn't marked damaged. One request; reads no bytes."""
         return not record.damaged and self.backend.size(record.path) == record.size

@@ -67,12 +67,9 @@ class Outcome:
     in_vain: list[int] = field(default_factory=list)
 
     def allowed(self) -> float:
-        """Exchanges: one per 32 steps on average, or one for a save if it comes sooner, and some more.
-
-        Some to begin with, and those that found a save still on its way.
-        """
+        """Exchanges: one per 32 steps on average, or one for a save if it comes sooner, and some to begin with."""
         waits = np.diff([0, *self.saves, len(self.clock) - 1])
-        return float(np.maximum(waits / STEPS_PER_EXCHANGE, 1).sum()) + 6 + len(self.in_vain)
+        return float(np.maximum(waits / STEPS_PER_EXCHANGE, 1).sum()) + 6
 
     def most_in_vain(self) -> float:
         """How often a save was found to be still on its way, at most, for each doubling of the steps it took."""

@@ -360,8 +360,8 @@ def test_parts_go_at_once_in_bounded_memory(bench: Bench, connections: int) -> N
     finally:
         tracemalloc.stop()
     assert bench.proxy.most_busy == connections
-    # the proxy, in the same process, holds a few pieces of each; a client lets go of a part some time after its answer
-    assert peak < (2 * connections + 1) * PART + (4 << 20)
+    # the proxy, in the same process, holds a few pieces of each
+    assert peak < 2 * connections * PART + (4 << 20)
     bench.check(record)
 
 

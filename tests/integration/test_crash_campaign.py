@@ -47,17 +47,23 @@ OPERATIONS = {
 }
 
 
-def test_case_19_a_short_campaign_loses_nothing(tmp_path: Path) -> None:
+def campaign(folder: Path, *options: str) -> dict[str, Any]:
+    """The results of a campaign in which no promise was broken."""
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--kills", "40", "--seed", "5", "--quiet", "--out", str(tmp_path / "out.json")],
+        [sys.executable, str(SCRIPT), *options, "--quiet", "--out", str(folder / "out.json")],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=200,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    results = json.loads((tmp_path / "out.json").read_text())
+    results: dict[str, Any] = json.loads((folder / "out.json").read_text())
     assert results["violations"] == []
+    return results
+
+
+def test_case_19_a_short_campaign_loses_nothing(tmp_path: Path) -> None:
+    results = campaign(tmp_path, "--kills", "40", "--seed", "5")
     assert results["kills"] >= 40
     assert results["kills_at_a_random_moment"] >= 1
     assert results["overlaps"] >= 1
@@ -70,16 +76,7 @@ def test_a_short_campaign_against_a_server_that_is_killed_too(
 ) -> None:
     name = "nanio"
     server_of(name)  # or it is skipped
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--server", name, "--kills", "9", "--quiet", "--out", str(tmp_path / "out.json")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    results = json.loads((tmp_path / "out.json").read_text())
-    assert results["violations"] == []
+    results = campaign(tmp_path, "--server", name, "--kills", "9")
     assert results["store"] == name
     assert results["kills_of_the_server"] >= 1
     assert results["kills_by_moment"].keys() >= {"save/payload/send", "save/payload/complete", "save/record/upload"}
