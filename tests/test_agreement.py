@@ -294,5 +294,6 @@ def test_whatever_happens_ranks_decide_alike(data: st.DataObject, trigger: Trigg
     )
     outcome = train(trigger, seconds, clocks, signals=data.draw(arrivals), confirm=confirm)
     if not trigger.signals:
-        assert len(outcome.exchanges) <= outcome.allowed()
+        # where a due save waits for a slow one there is something to agree: it is asked for seldom, but asked for
+        assert len(outcome.exchanges) - len(outcome.in_vain) <= outcome.allowed()
         assert outcome.most_in_vain() <= 2
