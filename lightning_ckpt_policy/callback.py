@@ -59,6 +59,7 @@ from lightning_ckpt_policy.signals import RAISED, SignalCounter
 from lightning_ckpt_policy.snapshot import CHUNK_BYTES, Image, Staging, still_storages
 from lightning_ckpt_policy.store import Attempt, CheckpointStore
 from lightning_ckpt_policy.triggers import AdaptiveInterval, EveryNEpochs, Progress, Trigger, as_trigger
+from lightning_ckpt_policy.workers import shield_workers
 from lightning_ckpt_policy.writer import BackgroundWriter, run_within
 
 STATE_KEY = "lightning_ckpt_policy"
@@ -201,6 +202,7 @@ class CheckpointPolicy(Checkpoint):
         self._resumed: CheckpointRecord | None = None
         self._began = False
         self._release_loaders: Callable[[], None] = _nothing
+        self._release_workers: Callable[[], None] = _nothing
         self._release_rng: Callable[[], None] = _nothing
         # manual optimization: the optimizers that stepped in this batch
         self._steppers: set[int] = set()
@@ -258,6 +260,7 @@ class CheckpointPolicy(Checkpoint):
             **self.__dict__,
             "_trainer": _nothing,
             "_release_loaders": _nothing,
+            "_release_workers": _nothing,
             "_release_rng": _nothing,
             "_release_validation": _nothing,
             "_hooks": [],
@@ -553,7 +556,9 @@ class CheckpointPolicy(Checkpoint):
             _lightning.unfinish_loaders(checkpoint)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let samplers of a resumed fit begin with the epoch it goes on with."""
+        """Let samplers of a resumed fit begin with the epoch it goes on with, and signals pass loader workers by."""
+        if self.trigger.signals and not _lightning.fast_dev_run(trainer):
+            self._release_workers = shield_workers(self.trigger.signals)
         if self._loaded and not _lightning.reloads_dataloaders(trainer):
             # Lightning makes the first iterator of a resumed fit before it tells the sampler which epoch it is
             self._release_loaders = _lightning.start_samplers_at(trainer, self._loaded["progress"]["epoch"])
@@ -723,6 +728,7 @@ class CheckpointPolicy(Checkpoint):
     def _release(self) -> None:
         """Take back everything that was put into Lightning and torch for the length of a fit."""
         self._release_loaders()
+        self._release_workers()
         self._release_rng()
         self._release_validation()
         while self._hooks:

@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 import traceback
@@ -57,6 +58,10 @@ class Disturb(Callback):
             if self.how in ("sigterm", "handler"):
                 self.crash_at = None
                 os.kill(os.getpid(), signal.SIGTERM if self.how == "sigterm" else signal.SIGUSR1)
+                return
+            if self.how == "sigterm to all":  # of the process group, as from elsewhere
+                self.crash_at = None
+                subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], start_new_session=True, check=True)
                 return
             raise RuntimeError(f"rank {trainer.global_rank} at step {trainer.global_step}")
 
@@ -144,12 +149,15 @@ def main() -> None:
     parser.add_argument("--retention", default="KeepLast(2)")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--loader", default="stateful", choices=["stateful", "plain"])
+    parser.add_argument("--workers", type=int, default=0, help="of the loader")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.add_argument("--crash-at", type=int)
     parser.add_argument("--crash-rank", type=int)
-    parser.add_argument("--crash-how", default="raise", choices=["raise", "kill", "sigterm", "handler"])
+    parser.add_argument(
+        "--crash-how", default="raise", choices=["raise", "kill", "sigterm", "sigterm to all", "handler"]
+    )
     parser.add_argument("--crash-where", default="training", choices=["training", "validation"])
     parser.add_argument("--lying-clock", type=int, help="rank whose clock runs slow and jumps")
     parser.add_argument("--no-policy", action="store_true")
@@ -176,7 +184,7 @@ def main() -> None:
         eval(args.retention, dict(RULES)),
     )
     distributed: dict[str, Any] = {}
-    train = partial(loader, args.loader, batches=10 * args.devices)
+    train = partial(loader, args.loader, batches=10 * args.devices, num_workers=args.workers)
     if args.devices > 1:
         distributed = {
             "strategy": DDPStrategy(timeout=timedelta(seconds=args.group_timeout)),
@@ -184,7 +192,9 @@ def main() -> None:
         }
         if args.loader == "stateful":
             sampler = DistributedSampler(Rows(40 * args.devices), args.devices, rank, seed=3)
-            train = partial(StatefulDataLoader, sampler.dataset, batch_size=4, sampler=sampler)
+            train = partial(
+                StatefulDataLoader, sampler.dataset, batch_size=4, sampler=sampler, num_workers=args.workers
+            )
     collectives = Collectives()
     atexit.register(lambda: print(f"HANDLER {rank} {signal.getsignal(signal.SIGTERM) == handler}", flush=True))
     observer = fit(

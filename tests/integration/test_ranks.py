@@ -90,6 +90,22 @@ def test_a_signal_to_one_rank_stops_all_of_them(tmp_path: Path, undisturbed: Cal
         assert differences({**expected, "batches": 0}, {**resumed, "batches": 0}) == []
 
 
+def test_case_09_a_signal_to_the_whole_process_group_with_workers(
+    tmp_path: Path, undisturbed: Callable[[str], Path]
+) -> None:
+    options = (*TWO, "--trigger", "AtSteps([1000]) | OnSignal('SIGTERM', stop=True)", "--workers", "2")
+    output = run(tmp_path, *options, "--crash-at", "13", "--crash-how", "sigterm to all", "--crash-rank", "1")
+    assert "DataLoader worker" not in output
+    store = CheckpointStore(str(tmp_path / "ckpt"))
+    (record,) = store.records()
+    store.verify(record)
+    assert [attempt.status for attempt in store.attempts()] == ["stopped"]
+    run(tmp_path, *options)
+    for each in (0, 1):
+        expected, resumed = final(undisturbed("stateful"), each), final(tmp_path, each)
+        assert differences({**expected, "batches": 0}, {**resumed, "batches": 0}) == []
+
+
 @pytest.mark.parametrize(
     ("devices", "where"), [("2", "validation"), ("4", "training")], ids=["in a validation", "to all of four"]
 )
