@@ -166,7 +166,7 @@ def test_a_released_image_ends_a_writer_that_still_reads_it() -> None:
 
 
 def test_what_cannot_be_pickled_is_an_error_at_once() -> None:
-    with pytest.raises(Exception, match=r"(?i)pickle"):
+    with pytest.raises(Exception, match="<lambda>"):
         take_snapshot({"a": lambda: None})
 
 
@@ -532,7 +532,7 @@ def test_chunks_begin_at_a_page() -> None:
 
 def test_an_error_gives_the_memory_back() -> None:
     staging = Staging()
-    with pytest.raises(Exception, match=r"(?i)pickle"):
+    with pytest.raises(Exception, match="<lambda>"):
         take_snapshot({"a": torch.randn(MANY), "b": lambda: None}, staging)
     free = take_snapshot(large(), staging)
     assert staging.size == len(addresses(free)) * CHUNK_BYTES
