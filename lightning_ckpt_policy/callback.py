@@ -51,7 +51,7 @@ from lightning_ckpt_policy.errors import (
 )
 from lightning_ckpt_policy.interval import Measured, Pace, SaveCost, costs_of, failures_of, typical_cost
 from lightning_ckpt_policy.io import DEFAULT_SAVE_TIMEOUT, GRACE, AsyncCheckpointIO, SaveRequest
-from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, Ledger, SaveOutcome
+from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, Ledger, RuleFailure, SaveOutcome
 from lightning_ckpt_policy.record import CheckpointRecord, is_safe_name
 from lightning_ckpt_policy.retention import KeepAll, KeepLast, Retention, as_retention, best
 from lightning_ckpt_policy.rng import collect_rng_state, restore_rng_state
@@ -544,6 +544,12 @@ class CheckpointPolicy(Checkpoint):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep what this package stored in the checkpoint."""
         state = checkpoint.get(STATE_KEY, {})
+        if not isinstance(state, dict) or (state and "schema_version" not in state):
+            rank_zero_warn(
+                f"checkpoint[{STATE_KEY!r}] isn't this package's, so this resume can't be exact: store what is yours "
+                "under another key"
+            )
+            state = {}
         if state and state["schema_version"] > STATE_VERSION:
             raise CheckpointError(
                 f"the checkpoint was saved by a newer lightning-ckpt-policy (state version {state['schema_version']}, "
@@ -1278,7 +1284,11 @@ class CheckpointPolicy(Checkpoint):
     def _finish(self, trainer: Trainer, confirmed: bool, pruned: bool, status: str) -> None:
         self._report(trainer, final=True)
         if not self.history and not self._newest():
-            self._warn_once(f"nothing was saved in this fit: trigger={self.trigger!r} was never due")
+            stood = trainer.global_step == 0 and self._validations == 0
+            self._warn_once(
+                f"nothing was saved in this fit: trigger={self.trigger!r} was never due"
+                + (", since trainer.global_step stayed 0: no optimizer of the Trainer's stepped" if stood else "")
+            )
         if not pruned:
             rank_zero_warn(
                 f"Some superfluous checkpoints are left in {self.store.url!r}, since deleting them takes long: they "
@@ -1395,6 +1405,13 @@ class CheckpointPolicy(Checkpoint):
         assert ledger is not None
         while ledger.events:
             event = ledger.events.popleft()
+            if isinstance(event, RuleFailure):
+                self._warn_once(
+                    f"retention={self.retention!r} can't decide what stays: {_describe(event.error)}. Nothing is "
+                    "deleted while that lasts",
+                    about="rule",
+                )
+                continue
             if not isinstance(event, SaveOutcome):
                 self._delete_failures += 1
                 rank_zero_warn(

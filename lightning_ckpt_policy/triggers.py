@@ -18,6 +18,7 @@ defines ``due`` (and ``timed`` if ranks may disagree about it). There is nothing
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import signal
 from abc import ABC, abstractmethod
@@ -743,7 +744,7 @@ class When(Trigger):
     asks, about the same ``now`` and ``since``, and also about moments to come: the answer must depend on these alone.
 
     Raises:
-        ValueError: ``function`` can't be called, or is a class.
+        ValueError: ``function`` can't be called with two arguments, or is a class.
 
     >>> def loss_is_low(now, since):
     ...     return now.metrics.get("loss", 1.0) < 0.1
@@ -760,6 +761,15 @@ class When(Trigger):
                 f"function={shown(self.function)}: a function of (now, since) was expected; "
                 "write When(lambda now, since: now.step > 100)"
             )
+        try:
+            inspect.signature(self.function).bind(Progress(), Progress())
+        except TypeError as error:
+            raise ValueError(
+                f"function={shown(self.function)} can't be called with (now, since): {error}; "
+                "write When(lambda now, since: now.step > 100)"
+            ) from None
+        except ValueError:
+            pass  # it has no signature to look at
 
     @property
     def timed(self) -> bool:

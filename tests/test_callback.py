@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import pickle
+import shutil
 import threading
 import time
 import warnings
@@ -460,6 +462,29 @@ def test_case_13_a_write_that_fails_costs_that_checkpoint_alone(tmp_path: Path, 
     ]
     for record in records(tmp_path):
         used.store.verify(record)
+
+
+@pytest.mark.parametrize("removed", ["payload", "marker", "folder"])
+def test_what_someone_removes_while_it_is_written_costs_that_checkpoint_alone(
+    tmp_path: Path, drained: None, monkeypatch: pytest.MonkeyPatch, removed: str
+) -> None:
+    original = LocalBackend.write_payload
+
+    def write_payload(self: LocalBackend, name: str, *args: Any) -> None:
+        original(self, name, *args)
+        if name == "step-0000000004.ckpt":
+            if removed == "folder":
+                shutil.rmtree(self.root)
+            else:
+                os.remove(self.path(name if removed == "payload" else f"{name}.pending"))
+
+    monkeypatch.setattr(LocalBackend, "write_payload", write_payload)
+    with pytest.warns(UserWarning, match=r"step 4 could not be saved.*removed by someone else"):
+        fit(tmp_path, policy(tmp_path, EveryNTrainSteps(2)), max_steps=8)
+    assert steps(tmp_path) == [6, 8] if removed == "folder" else [2, 6, 8]
+    for record in records(tmp_path):
+        CheckpointStore(tmp_path / "ckpt").verify(record)
+    assert not list((tmp_path / "ckpt").glob("*.pending"))
 
 
 def test_case_14_a_fit_whose_only_save_fails_ends_with_an_error(tmp_path: Path, writes: Faults) -> None:

@@ -54,6 +54,21 @@ def test_a_process_killed_between_two_deletes_is_followed_by_one_that_goes_on(
     assert [record.step for record in store.records()] == [3]
 
 
+def test_a_rule_that_fails_deletes_nothing_and_is_told_of(tmp_path: Path) -> None:
+    class Broken(KeepLast):
+        def keep(self, *args: object, **options: object) -> object:  # type: ignore[override]
+            raise ZeroDivisionError("of the rule")
+
+    store = CheckpointStore(tmp_path)
+    records = [save(store, step) for step in (1, 2, 3)]
+    writer = BackgroundWriter()
+    ledger = Ledger(store, store.start_attempt("run"), Broken(1), records, frozenset(), writer, "step-{step:010d}")
+    ledger.prune()
+    assert writer.drain(30)
+    assert [str(event.error) for event in ledger.events] == ["of the rule"]
+    assert store.records() == records
+
+
 def test_a_note_that_comes_too_late_brings_no_record_back(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     first, second = (save(store, step) for step in (1, 2))

@@ -476,7 +476,7 @@ def test_plain_functions_on_either_side() -> None:
 
 def test_repr_of_a_function_has_no_address_where_it_has_a_name() -> None:
     assert repr(When(always)) == f"When({__name__}.always)"
-    assert repr(When([].append)).startswith("When(<built-in method append")  # type: ignore[arg-type]
+    assert repr(When({}.get)).startswith("When(<built-in method get")  # type: ignore[arg-type]
     assert "Never object" in repr(When(Never()))
 
 
@@ -738,6 +738,7 @@ def test_bad_steps(bad: Any, parts: tuple[str, ...]) -> None:
         ({"hours": True}, "hours=True: a finite number"),
         ({"hours": "1h"}, "hours='1h': a finite number"),
         ({"hours": 10**400}, "hours=1000"),
+        ({"seconds": 1e-310}, "hours=0.0, minutes=0.0, seconds=1e-310: a finite interval of at least 1e-06 s was exp"),
         ({"hours": 1e308}, "hours=1e+308, minutes=0.0, seconds=0.0: a finite interval"),
     ],
 )
@@ -755,6 +756,7 @@ def test_bad_interval(bad: dict[str, Any], start: str) -> None:
         (lambda: OnImprovement("loss", "low"), "mode='low': 'min' or 'max' was expected"),
         (lambda: OnImprovement("loss", min_delta=-1), "min_delta=-1: a finite number of at least 0 was expected"),
         (lambda: OnImprovement("loss", min_delta=NAN), "min_delta=nan: a finite number"),
+        (lambda: When(lambda now: True), "function=<function"),
         (lambda: OnSignal([]), "signals=[]: at least one signal was expected; write OnSignal(['SIGTERM'])"),
         (lambda: OnSignal(15), "signals=15: at least one signal was expected"),
         (lambda: OnSignal([15]), "signals=15: the name of a signal was expected"),
