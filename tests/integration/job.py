@@ -10,6 +10,7 @@ import atexit
 import functools
 import json
 import os
+import resource
 import signal
 import threading
 import time
@@ -35,7 +36,8 @@ RULES = {name: getattr(lightning_ckpt_policy, name) for name in lightning_ckpt_p
 
 
 class Disturb(Callback):
-    """Slows each batch down, and raises, kills the process or sends it a signal in the batch after a step."""
+    """Slows each batch down, and raises, kills the process, sends it a signal or fills its disk in the batch after a
+    step."""
 
     def __init__(self, seconds: float, crash_at: int | None, crash_rank: int | None, how: str, where: str) -> None:
         self.seconds, self.crash_at, self.crash_rank, self.how = seconds, crash_at, crash_rank, how
@@ -57,6 +59,10 @@ class Disturb(Callback):
             if self.how in ("sigterm", "handler"):
                 self.crash_at = None
                 os.kill(os.getpid(), signal.SIGTERM if self.how == "sigterm" else signal.SIGUSR1)
+                return
+            if self.how == "full":
+                self.crash_at = None
+                limit_files(0)
                 return
             raise RuntimeError(f"rank {trainer.global_rank} at step {trainer.global_step}")
 
@@ -120,16 +126,19 @@ class Follow(Callback):
         self.collectives.trainer = trainer
 
 
-def disturb_writes(seconds: float, fail: bool) -> None:
+def slow_writes_down(seconds: float) -> None:
     original = LocalBackend.write_payload
 
     def write_payload(backend: LocalBackend, name: str, *rest: Any) -> None:
         time.sleep(seconds)
-        if fail:
-            raise PermissionError("the store refuses")
         original(backend, name, *rest)
 
     LocalBackend.write_payload = write_payload  # type: ignore[method-assign, assignment]
+
+
+def limit_files(size: int) -> None:
+    """Let every write of this process past ``size`` bytes of a file fail, as on a full disk; -1 lets none fail."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def raise_error(*_: object) -> None:
@@ -149,12 +158,11 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.add_argument("--crash-at", type=int)
     parser.add_argument("--crash-rank", type=int)
-    parser.add_argument("--crash-how", default="raise", choices=["raise", "kill", "sigterm", "handler"])
+    parser.add_argument("--crash-how", default="raise", choices=["raise", "kill", "sigterm", "handler", "full"])
     parser.add_argument("--crash-where", default="training", choices=["training", "validation"])
     parser.add_argument("--lying-clock", type=int, help="rank whose clock runs slow and jumps")
     parser.add_argument("--no-policy", action="store_true")
     parser.add_argument("--write-seconds", type=float, default=0.0, help="slows each payload's write down")
-    parser.add_argument("--fail-writes", action="store_true", help="lets each payload's write fail")
     parser.add_argument("--group-timeout", type=float, default=1800.0, help="of the process group, seconds")
     parser.add_argument("--drain", action="store_true", help="confirms each save before training goes on")
     parser.add_argument("--meddle-at", type=int, default=-1, help="changes weights before the batch after this step")
@@ -162,7 +170,7 @@ def main() -> None:
     snapshot.DEFER_BYTES = 1  # let this small state be copied in the background too
     if args.drain:
         drain_each_save(pytest.MonkeyPatch())
-    disturb_writes(args.write_seconds, args.fail_writes)
+    slow_writes_down(args.write_seconds)
     rank = int(os.environ.get("LOCAL_RANK", 0))
     if rank == args.lying_clock:
         callback.time = Clock()  # type: ignore[attr-defined]
@@ -203,6 +211,7 @@ def main() -> None:
         devices=args.devices,
         **distributed,
     )
+    limit_files(-1)
     trainer: Trainer = observer.trainer  # type: ignore[attr-defined]
     (args.root / f"collectives-{rank}.json").write_text(json.dumps(collectives.calls))
     torch.save({**observer.final, "batches": observer.batches}, args.root / f"final-{trainer.global_rank}.pt")

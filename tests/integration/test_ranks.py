@@ -172,11 +172,28 @@ def test_no_rank_waits_in_a_collective_for_a_slow_store(tmp_path: Path) -> None:
     assert newest.step == 10
 
 
-def test_a_store_that_fails_ends_all_ranks_together(tmp_path: Path) -> None:
-    slowly = ("--step-seconds", "0.05")  # a save has failed before the next one is due
-    output = run(tmp_path, *TWO, *slowly, "--fail-writes", "--trigger", "EveryNTrainSteps(4)", expect=1)
+def test_a_full_disk_of_rank_0_ends_all_ranks_together(tmp_path: Path, undisturbed: Callable[[str], Path]) -> None:
+    full = ("--crash-at", "9", "--crash-how", "full", "--crash-rank", "0")
+    output = run(tmp_path, *TWO, "--drain", *full, expect=1)
     assert "3 saves in a row failed" in output
     assert "CheckpointSaveError: rank 0: CheckpointSaveError" in output  # of the same kind everywhere
+    store = CheckpointStore(str(tmp_path / "ckpt"))
+    assert [record.step for record in store.records()] == [4, 8]
+    run(tmp_path, *TWO)
+    for rank in (0, 1):
+        assert (
+            differences({**final(undisturbed("stateful"), rank), "batches": 0}, {**final(tmp_path, rank), "batches": 0})
+            == []
+        )
+
+
+def test_a_full_disk_of_another_rank_makes_no_difference(tmp_path: Path, undisturbed: Callable[[str], Path]) -> None:
+    run(tmp_path, *TWO, "--crash-at", "1", "--crash-how", "full", "--crash-rank", "1")
+    newest = CheckpointStore(str(tmp_path / "ckpt")).latest()
+    assert newest is not None
+    assert newest.step == 30
+    for rank in (0, 1):
+        assert differences(final(undisturbed("stateful"), rank), final(tmp_path, rank)) == []
 
 
 # What isn't to be used like that
