@@ -52,6 +52,7 @@ from lightning_ckpt_policy.errors import (
 from lightning_ckpt_policy.interval import Measured, Pace, SaveCost, costs_of, failures_of, typical_cost
 from lightning_ckpt_policy.io import DEFAULT_SAVE_TIMEOUT, GRACE, AsyncCheckpointIO, SaveRequest
 from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, Ledger, SaveOutcome
+from lightning_ckpt_policy.rank_state import collect_rank_state, declaring, restore_rank_state
 from lightning_ckpt_policy.record import CheckpointRecord, is_safe_name
 from lightning_ckpt_policy.retention import KeepAll, KeepLast, Retention, as_retention, best
 from lightning_ckpt_policy.rng import collect_rng_state, restore_rng_state
@@ -102,6 +103,10 @@ class CheckpointPolicy(Checkpoint):
     validation, at the end of a validation, or at the end of an epoch without one. A trigger that is due elsewhere, or
     while a save is on its way, stays due until the next such point. A signal that ends the fit is acted on inside a
     validation too; a resume then runs that validation from its start.
+
+    A checkpoint holds the random state of every rank. A callback that has a state of its own on each rank gives it in
+    ``rank_state_dict()``, and gets that of its rank back in ``load_rank_state_dict(state)`` when a fit is resumed,
+    before its ``load_state_dict``.
 
     Args:
         dirpath: Folder of the checkpoints, a local path or any fsspec URL; by default ``checkpoints`` in the Trainer's
@@ -358,6 +363,7 @@ class CheckpointPolicy(Checkpoint):
                 f"{type(trainer).__name__}: import Trainer and LightningModule from lightning.pytorch "
                 "(the package pytorch_lightning is a separate copy that ignores this callback)"
             )
+        declaring(_lightning.callbacks(trainer))
         store = self._bind(trainer)
         self._install_io(trainer)
         policies = [callback for callback in _lightning.callbacks(trainer) if isinstance(callback, CheckpointPolicy)]
@@ -551,6 +557,8 @@ class CheckpointPolicy(Checkpoint):
             _lightning.mark_batch_completed(checkpoint)
         if state and state["epoch_ended"]:
             _lightning.unfinish_loaders(checkpoint)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._restore_rank_state(trainer, state.get("rank_states", []))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let samplers of a resumed fit begin with the epoch it goes on with."""
@@ -1171,7 +1179,7 @@ class CheckpointPolicy(Checkpoint):
             self._ledger.release_held()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the random state of all ranks and the progress to a checkpoint, also to one that the user saves."""
+        """Add each rank's random state, its callbacks' and the progress to a checkpoint, also to one of the user's."""
         if self._capturing is None and STATE_KEY in checkpoint:
             return
         now, point = self._capturing or (
@@ -1202,7 +1210,9 @@ class CheckpointPolicy(Checkpoint):
         state["runs"] = [attempt.run_id for attempt in attempts if attempt is not None]
         # only a save of ours is known to run on every rank
         own = self._rng_before_validation if point == VALIDATION_BATCH_END else collect_rng_state()
-        state["rng"] = _gather(trainer, own) if self._capturing is not None else [own]
+        declared = collect_rank_state(_lightning.callbacks(trainer))
+        ranks = _gather(trainer, (own, declared)) if self._capturing is not None else [(own, declared)]
+        state["rng"], state["rank_states"] = [list(states) for states in zip(*ranks, strict=True)]
 
     # the end
 
@@ -1447,6 +1457,19 @@ class CheckpointPolicy(Checkpoint):
             )
         if trainer.global_rank < len(states):
             restore_rng_state(states[trainer.global_rank])
+
+    def _restore_rank_state(self, trainer: Trainer, states: list[dict[str, Any]]) -> None:
+        callbacks = _lightning.callbacks(trainer)
+        names = [
+            type(callback).__name__ for key, callback in declaring(callbacks).items() if any(key in s for s in states)
+        ]
+        if names and len(states) != trainer.world_size:
+            self._warn_once(
+                f"the checkpoint holds the state of {', '.join(names)} on {len(states)} rank(s), this fit has "
+                f"{trainer.world_size}: a rank that it holds none of begins without, and what is left over is dropped"
+            )
+        if trainer.global_rank < len(states):
+            restore_rank_state(callbacks, states[trainer.global_rank])
 
     def _warn_about_limits(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say once what Lightning can't resume exactly in this training."""

@@ -67,6 +67,22 @@ class Disturb(Callback):
             raise RuntimeError(f"rank {trainer.global_rank} at step {trainer.global_step}")
 
 
+class Total(Callback):
+    """Adds up what its rank has seen."""
+
+    def __init__(self) -> None:
+        self.seen = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.seen += float(batch.sum())
+
+    def rank_state_dict(self) -> dict[str, float]:
+        return {"seen": self.seen}
+
+    def load_rank_state_dict(self, state: dict[str, float]) -> None:
+        self.seen = state["seen"]
+
+
 class Meddle(Callback):
     """Changes the weights after a save point, where nothing should."""
 
@@ -193,7 +209,7 @@ def main() -> None:
         if args.loader == "stateful":
             sampler = DistributedSampler(Rows(40 * args.devices), args.devices, rank, seed=3)
             train = partial(StatefulDataLoader, sampler.dataset, batch_size=4, sampler=sampler)
-    collectives = Collectives()
+    collectives, total = Collectives(), Total()
     atexit.register(lambda: print(f"HANDLER {rank} {signal.getsignal(signal.SIGTERM) == handler}", flush=True))
     observer = fit(
         args.root,
@@ -205,6 +221,7 @@ def main() -> None:
         callbacks=[
             Disturb(args.step_seconds, args.crash_at, args.crash_rank, args.crash_how, args.crash_where),
             Meddle(args.meddle_at),
+            total,
             Follow(collectives),
         ],
         max_epochs=args.epochs,
@@ -214,7 +231,8 @@ def main() -> None:
     limit_files(-1)
     trainer: Trainer = observer.trainer  # type: ignore[attr-defined]
     (args.root / f"collectives-{rank}.json").write_text(json.dumps(collectives.calls))
-    torch.save({**observer.final, "batches": observer.batches}, args.root / f"final-{trainer.global_rank}.pt")
+    ended = {**observer.final, "batches": observer.batches, "total": total.seen}
+    torch.save(ended, args.root / f"final-{trainer.global_rank}.pt")
 
 
 if __name__ == "__main__":
