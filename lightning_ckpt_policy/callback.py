@@ -10,6 +10,7 @@ import re
 import signal
 import time
 import uuid
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -71,6 +72,8 @@ VALIDATION_BATCH_END: Literal["validation_batch_end"] = "validation_batch_end"
 TRAIN_END = "train_end"
 # seconds for which ranks wait in one collective while rank 0 waits for the background
 _SLICE = 5.0
+# seconds after which a rank that waits for others says so; it fails after this share of the process group's timeout
+_TELLS_AFTER, _FAILS_AFTER = 30.0, 0.9
 # seconds after which a shared folder shows a new file on every machine
 _SHARED_WITHIN = 5.0
 _SHARE = "a resume reads on every rank. Use a folder that all machines share (NFS, Lustre) or the URL of a store"
@@ -225,6 +228,7 @@ class CheckpointPolicy(Checkpoint):
         self._fit_began = 0.0
         self._follows = False
         self._agreement: Agreement | None = None  # of several ranks
+        self._meeting = 0, ""  # where ranks met last: its number and purpose
         # signals: what arrived in this process, and what all ranks agree on
         self._listens = False
         self._arrivals = SignalCounter()
@@ -878,6 +882,7 @@ class CheckpointPolicy(Checkpoint):
     def _agree(self, trainer: Trainer) -> None:
         """Begin to share a clock with the other ranks."""
         self._agreement = None
+        self._meeting = 0, ""
         if trainer.world_size > 1:
             self._agreement = Agreement(
                 functools.partial(_greatest, trainer.strategy.root_device),
@@ -891,6 +896,7 @@ class CheckpointPolicy(Checkpoint):
     def _exchange(self, trainer: Trainer) -> None:
         """Let all ranks know the time, the signals and how saving goes; end them together if too many saves failed."""
         assert self._agreement is not None
+        self._meet(trainer, "agree when to save")
         busy = self._writer.saving or self._overlap is not None
         if self._ledger is not None and self._ledger.events:
             self._report(trainer)  # of a save that isn't on its way any more all is known
@@ -906,6 +912,45 @@ class CheckpointPolicy(Checkpoint):
         self._signals = self._agreement.signals
         if self._agreement.failing:
             _on_rank_zero(trainer, self._raise_after_failures)
+
+    def _meet(self, trainer: Trainer, aim: str) -> None:
+        """Before a collective, make sure that all ranks come to it, where code of the user's own had a say in that.
+
+        They meet in the store of the process group, so that a rank which waits here for one that has gone on to another
+        collective says so, rather than that the two are taken for one.
+        """
+        if self._agreement is None or not self.trigger.foreign:
+            return
+        assert self._attempt is not None
+        store, step, ranks = _torch.rendezvous_store(), trainer.global_step, range(trainer.world_size)
+        prefix = f"{STATE_KEY}/{self._attempt.run_id}/{self._attempt.number}"
+        before, self._meeting = self._meeting, (self._meeting[0] + 1, f"to {aim} at step {step}")
+        here, there = (f"{prefix}/{number}/{purpose}" for number, purpose in (self._meeting, before))
+        store.set(f"{prefix}/rank/{trainer.global_rank}", here)
+        if store.add(here, 1) == len(ranks):
+            store.set(f"{here}/all", "")
+        limit = _FAILS_AFTER * _lightning.group_timeout(trainer)
+        waited, told = 0.0, False
+        while not _torch.is_set_within(store, f"{here}/all", seconds := min(_SLICE, limit / 2)):
+            waited += seconds
+            if (told and waited < limit) or waited < min(_TELLS_AFTER, limit / 2):
+                continue
+            names = [f"{prefix}/rank/{rank}" for rank in ranks]
+            absent = [
+                rank for rank in ranks if not store.check([names[rank]]) or store.get(names[rank]) != here.encode()
+            ]
+            message = (
+                f"by trigger={self.trigger!r} rank {trainer.global_rank} is {self._meeting[1]}, and "
+                f"{_shown_ranks(absent)} didn't come to that within {waited:g} s. Either that is slower, or a function "
+                "of yours answers differently there: it must depend on now and since alone"
+            )
+            if told:
+                raise CheckpointError(message)
+            warnings.warn(f"CheckpointPolicy: {message}", stacklevel=2)
+            told = True
+        if trainer.is_global_zero:  # all ranks have left the one before
+            store.delete_key(there)
+            store.delete_key(f"{there}/all")
 
     def _due_in(self, trainer: Trainer, steps: int, seconds: float) -> bool:
         now = self._progress(trainer, trainer.global_step + steps, False, self._clock() + seconds)
@@ -945,9 +990,11 @@ class CheckpointPolicy(Checkpoint):
         if reasons and (ending or hold or (epoch_ends and (late or not self._loaders_stateful))):
             # the last chance of the fit, as far as is known before EarlyStopping decides; or of the epoch, since within
             # one a plain loader can't be resumed exactly
+            self._meet(trainer, "wait for the save before")
             self._drain(trainer, self._patience, saves_only=True)
             waited = True
         if reasons and self._can_save(trainer, now.metrics, waited):
+            self._meet(trainer, "save")
             self._save(trainer, now, point, reasons, started, last=ending or hold, hold=hold)
             if self._agreement is not None:
                 self._agreement.saved(functools.partial(self._due_in, trainer))

@@ -196,7 +196,7 @@ def main() -> None:
 
     policy = CheckpointPolicy(
         args.url or args.root / "ckpt",
-        eval(args.trigger, dict(RULES)),
+        eval(args.trigger, {**RULES, "rank": rank}),
         eval(args.retention, dict(RULES)),
     )
     distributed: dict[str, Any] = {}

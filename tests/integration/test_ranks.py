@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -194,6 +195,14 @@ def test_a_full_disk_of_another_rank_makes_no_difference(tmp_path: Path, undistu
     assert newest.step == 30
     for rank in (0, 1):
         assert differences(final(undisturbed("stateful"), rank), final(tmp_path, rank)) == []
+
+
+def test_a_function_that_answers_differently_on_the_ranks_is_an_error(tmp_path: Path) -> None:
+    trigger = ("--trigger", "AtSteps([99]) | (lambda now, since: now.step == 4 + rank)", "--group-timeout", "10")
+    output = run(tmp_path, *TWO, *trigger, expect=None)
+    told = r"rank 0 is to save at step 4, and rank 1 didn't come to that within"
+    assert re.search(f"CheckpointPolicy: by trigger=.* {told} 4.5 s", output)  # a warning
+    assert re.search(f"CheckpointError: by trigger=.* {told} 9 s", output)
 
 
 # What isn't to be used like that
