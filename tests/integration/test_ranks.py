@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_ckpt_policy import CheckpointError, CheckpointPolicy, CheckpointStore, EveryNTrainSteps, callback
 from tests.integration.helpers import final, finish, run, start
-from tests.models import differences, fit
+from tests.models import Net, differences, fit
 
 pytestmark = pytest.mark.timeout(240)
 TWO = ("--devices", "2")
@@ -217,6 +217,31 @@ class LoadAlone(Callback):
             trainer.strategy.load_checkpoint(used.last_model_path)
 
 
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class Mean(Callback):
+    """Notes BatchNorm's running mean where a fit begins and ends."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def note(self, trainer: Trainer, pl_module: Any) -> None:
+        with self.file.open("a") as file:
+            print(json.dumps(pl_module.body[1].running_mean.tolist()), file=file)
+
+    on_train_start = on_train_end = note
+
+
 def never(number: int, now: Any, since: Any) -> bool:
     return False
 
@@ -243,6 +268,16 @@ def main(root: Path) -> None:
     attempt("number", *(CheckpointPolicy(root / str(number)) for number in range(1 + rank)))
     attempt("options", CheckpointPolicy(folder, storage_options={"key": "hidden", "token": "hidden"} if rank else None))
     attempt("strategy", CheckpointPolicy(folder), strategy=ModelParallelStrategy())
+    mean = Mean(root / f"means-{rank}")
+    for epochs in (1, 2):
+        attempt(
+            "manual",
+            CheckpointPolicy(root / "manual"),
+            model=Manual,
+            callbacks=[mean],
+            max_epochs=epochs,
+            ckpt_path="last",
+        )
     own.mkdir()
     os.chdir(own)
     callback._SHARED_WITHIN = 0.5
@@ -271,6 +306,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "dirpath",
             "ValueError: dirpath differs between the ranks: '{root}/own-0' on rank 0, '{root}/own-1' on rank 1.",
         ),
+        ("manual", "fine"),
         ("number", "ValueError: the number of CheckpointPolicy callbacks differs between the ranks: 1 on rank 0, 2 on"),
         ("options", "ValueError: storage_options differs between the ranks: [] on rank 0, ['key', 'token'] on rank 1."),
         ("strategy", "ValueError: strategy=ModelParallelStrategy saves checkpoints in its own way"),
@@ -287,6 +323,14 @@ def test_what_ranks_are_told(outcomes: Path, name: str, told: str) -> None:
         assert outcome.startswith(told.format(root=outcomes)), outcome
         assert "hidden" not in outcome
         assert ("so this can't be resumed" in outcome) == (name == "apart" and rank == 0)
+
+
+def test_a_resume_gives_all_ranks_the_buffers_of_rank_0(outcomes: Path) -> None:
+    """Of a BatchNorm in manual optimization, in which DDP doesn't keep them alike."""
+    means = [[json.loads(line) for line in (outcomes / f"means-{rank}").read_text().splitlines()] for rank in (0, 1)]
+    (_, ended_0, resumed_0, _), (_, ended_1, resumed_1, _) = means
+    assert ended_0 != ended_1
+    assert resumed_0 == resumed_1 == ended_0
 
 
 if __name__ == "__main__":
