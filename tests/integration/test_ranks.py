@@ -50,7 +50,7 @@ def noted(root: Path, rank: int) -> list[tuple[int, str, str, bool]]:
 @pytest.mark.parametrize(
     ("trigger", "loader"),
     [
-        ("EveryNTrainSteps(4)", "stateful"),
+        ("EveryNTrainSteps(4) | (lambda now, since: now.step % 5 == 0)", "stateful"),
         ("EveryInterval(seconds=0.05)", "stateful"),
         ("EveryNEpochs(1)", "stateful"),
         ("EveryNEpochs(1)", "plain"),
