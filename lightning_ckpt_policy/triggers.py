@@ -140,6 +140,11 @@ class Trigger(ABC):
         """Each `AdaptiveInterval` in it, which can say what it chose and why."""
         return ()
 
+    @property
+    def foreign(self) -> bool:
+        """Whether code from outside this package answers, which may do so differently on each rank."""
+        return type(self).__module__ != __name__
+
     def stops(self, now: Progress, since: Progress) -> bool:
         """Whether the fit is to end once what is due at ``now`` is saved and confirmed."""
         return False
@@ -685,6 +690,10 @@ class PhaseSchedule(Trigger):
     def adaptive(self) -> tuple[AdaptiveInterval, ...]:
         return tuple(dict.fromkeys(one for trigger in self._triggers for one in trigger.adaptive))
 
+    @property
+    def foreign(self) -> bool:
+        return any(trigger.foreign for trigger in self._triggers)
+
     def phase(self, progress: Progress) -> int:
         """The index of the phase that begins with, or holds, this moment."""
         return bisect_right(self._untils, getattr(progress, _BY[self.by]))
@@ -742,6 +751,7 @@ class When(Trigger):
 
     A plain function beside ``|`` or ``&``, or in a list of triggers, becomes this. With several ranks each of them
     asks, about the same ``now`` and ``since``, and also about moments to come: the answer must depend on these alone.
+    Where it doesn't, a rank that waits for the others says so and, shortly before the process group's timeout, fails.
 
     Raises:
         ValueError: ``function`` can't be called with two arguments, or is a class.
@@ -773,6 +783,10 @@ class When(Trigger):
 
     @property
     def timed(self) -> bool:
+        return True
+
+    @property
+    def foreign(self) -> bool:
         return True
 
     def due(self, now: Progress, since: Progress) -> tuple[str, ...]:
@@ -813,6 +827,10 @@ class _TriggerGroup(Group[Trigger], Trigger):
     @property
     def adaptive(self) -> tuple[AdaptiveInterval, ...]:
         return tuple(dict.fromkeys(one for trigger in self.members for one in trigger.adaptive))
+
+    @property
+    def foreign(self) -> bool:
+        return any(trigger.foreign for trigger in self.members)
 
     def stops(self, now: Progress, since: Progress) -> bool:
         return any(trigger.stops(now, since) for trigger in self.members)

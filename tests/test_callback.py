@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, Trainer, strategies
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 
@@ -1159,15 +1159,27 @@ def test_a_checkpoint_io_it_cannot_work_with_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, policy(tmp_path, AtSteps([3])), plugins=[StockAsyncCheckpointIO()])
 
 
-def test_a_strategy_it_cannot_work_with_is_refused(tmp_path: Path) -> None:
-    from lightning.pytorch.strategies import SingleDeviceStrategy
+class OwnStrategy(strategies.SingleDeviceStrategy):
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None: ...
 
-    class Own(SingleDeviceStrategy):
-        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            super().save_checkpoint(*args, **kwargs)
 
-    with pytest.raises(ValueError, match=r"strategy=Own.*ddp"):
-        fit(tmp_path, policy(tmp_path, AtSteps([3])), strategy=Own(device=torch.device("cpu")))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        OwnStrategy,
+        strategies.FSDPStrategy,
+        strategies.ModelParallelStrategy,
+        strategies.DeepSpeedStrategy,
+        strategies.XLAStrategy,
+        strategies.SingleDeviceXLAStrategy,
+    ],
+)
+def test_a_strategy_it_cannot_work_with_is_refused(tmp_path: Path, kind: type[strategies.Strategy]) -> None:
+    used = policy(tmp_path, AtSteps([3]))
+    trainer = Trainer(callbacks=[used], accelerator="cpu", logger=False)
+    trainer._accelerator_connector.strategy = object.__new__(kind)  # some can't be made without their package
+    with pytest.raises(ValueError, match=f"strategy={kind.__name__} saves checkpoints in its own way.*ddp"):
+        used.setup(trainer, Net(), "fit")
 
 
 def test_a_custom_retention_and_trigger(tmp_path: Path, drained: None) -> None:

@@ -209,6 +209,18 @@ def test_timed(trigger: Trigger, timed: bool) -> None:
     assert trigger.timed is timed
 
 
+class Mine(Trigger):
+    def due(self, now: Progress, since: Progress) -> tuple[str, ...]:
+        return ()
+
+
+@pytest.mark.parametrize("trigger", [When(always), Mine(), STEPS | always, PhaseSchedule([(5, STEPS), (None, Mine())])])
+def test_code_of_the_users_own_is_told_from_this_packages(trigger: Trigger) -> None:
+    assert trigger.foreign
+    assert (trigger & STEPS).foreign
+    assert not (STEPS | PHASES | HALF_HOUR).foreign
+
+
 def test_monitors_and_signals_of_the_whole_tree() -> None:
     tree = STEPS | LOWER & TERM | PhaseSchedule([(5, HIGHER), (None, OnSignal("SIGUSR1"))])
     assert tree.monitors == (("loss", "min"), ("acc", "max"))
