@@ -18,7 +18,15 @@ import pytest
 import torch
 
 from lightning_ckpt_policy import backends
-from lightning_ckpt_policy.backends import Backend, LocalBackend, MemoryBackend, make_backend, make_filesystem, redact
+from lightning_ckpt_policy.backends import (
+    Backend,
+    FolderBackend,
+    LocalBackend,
+    MemoryBackend,
+    make_backend,
+    make_filesystem,
+    redact,
+)
 from lightning_ckpt_policy.snapshot import CHUNK_BYTES, take_snapshot
 from tests.faults import Fault, FaultyOs, ObjectFileSystem, Schedule, register
 
@@ -54,7 +62,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch, url: str, protocol: str, *faults: Fa
         ("file:///a/b", LocalBackend),
         ("local:///a", LocalBackend),
         ("memory://a/b", MemoryBackend),
-        ("objects://a/b", Backend),
+        ("objects://a/b", FolderBackend),
     ],
 )
 def test_kind_by_protocol(url: str, kind: type[Backend]) -> None:
