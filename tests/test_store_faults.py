@@ -18,9 +18,12 @@ import pytest
 
 from lightning_ckpt_policy import retry
 from lightning_ckpt_policy.errors import BucketNotFoundError
+from lightning_ckpt_policy.ledger import DeleteFailure, Ledger
 from lightning_ckpt_policy.record import CheckpointRecord
 from lightning_ckpt_policy.remote import RemoteBackend
+from lightning_ckpt_policy.retention import KeepLast
 from lightning_ckpt_policy.store import CheckpointStore
+from lightning_ckpt_policy.writer import BackgroundWriter
 from tests.fault_proxy import Fault, FaultProxy
 from tests.servers import Server
 from tests.store_conformance import Bytes, Folder, files_of, save
@@ -228,6 +231,39 @@ def test_credentials_that_stay_expired_are_told_at_once(bench: Bench, monkeypatc
     assert len(made) == 1
     assert bench.met() <= 6  # two for each part that was on its way
     bench.check()
+
+
+def test_deletes_go_at_once_each_record_before_its_payload_and_a_failure_stops_only_its_own(bench: Bench) -> None:
+    bench.data = b"some bytes"
+    records = [bench.save(step) for step in range(1, 6)]
+    writer = BackgroundWriter()
+    ledger = Ledger(
+        bench.store, bench.store.start_attempt("run"), KeepLast(1), records, frozenset(), writer, "step-{step:010d}"
+    )
+    denied = Fault("status", "DELETE", r"2\.ckpt\.json", times=FOREVER, code=403, body=bench.operations.denied)
+    bench.proxy.faults.append(denied)
+    bench.proxy.log.clear()
+    bench.proxy.latency, bench.proxy.most_busy = 0.05, 0
+    ledger.prune()
+    assert writer.drain(30)
+    assert bench.proxy.most_busy > 1
+    (event,) = ledger.events
+    assert isinstance(event, DeleteFailure)
+    assert event.record == records[1]
+    assert isinstance(event.error, PermissionError)
+    gone = [
+        found[0]
+        for request in bench.proxy.log
+        if request.method == "DELETE" and (found := re.search(r"\d\.ckpt(\.json)?(?=$|\?)", request.target))
+    ]
+    assert [name for name in gone if name[0] == "2"] == ["2.ckpt.json"]
+    for step in "134":
+        assert [name for name in gone if name[0] == step] == [f"{step}.ckpt.json", f"{step}.ckpt"]
+    assert bench.folder.names() == files_of(records[1], records[4]) | {records[1].path + ".pending"}
+    bench.proxy.faults.clear()
+    ledger.prune()
+    assert writer.close(30)
+    bench.check(records[4])
 
 
 def test_rotated_credentials_are_taken_up(server_of: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch) -> None:
