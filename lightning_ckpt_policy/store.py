@@ -204,6 +204,7 @@ class CheckpointStore:
         self._sequence = 0
         self._numbers: dict[str, int] = {}  # run -> this process's attempt
         self._noted: set[str] = set()  # the attempts that had begun when this process's own did
+        self._ended: set[str] = set()  # attempts that have noted their end
         self._names: set[str] | None = None  # in the folder, as they were listed since then
         self._unswept: dict[str, Entry | None] | None = None  # that listing, for the sweep that follows it
         self._parsed: dict[str, tuple[Entry, CheckpointRecord | None]] = {}
@@ -951,8 +952,10 @@ class CheckpointStore:
         for name in sorted(listed, key=_run_and_number):
             newest[_run_and_number(name)[0]] = name
         newest.pop(run_id, None)
-        small = [name for name in newest.values() if listed[name] <= MAX_RECORD_BYTES]
-        return any(other.status == "running" for other in self._read_attempts(small, warn=False))
+        unsure = [name for name in newest.values() if name not in self._ended and listed[name] <= MAX_RECORD_BYTES]
+        others = self._read_attempts(unsure, warn=False)
+        self._ended.update(f"{other.name}{RECORD_SUFFIX}" for other in others if other.status != "running")
+        return any(other.status == "running" for other in others)
 
     def _next_sequence(self) -> int:
         with self._lock:
