@@ -4,7 +4,7 @@
     python benchmarks/save_overhead.py --url s3://bucket/folder --storage-options '{"anon": false}' --device cuda
     python benchmarks/save_overhead.py --sweep --max-size 1GiB
     python benchmarks/save_overhead.py --devices 2
-    python benchmarks/save_overhead.py --servers --size 128MiB --every 4 --batch-size 8
+    python benchmarks/save_overhead.py --servers --size 256MiB --every 4 --batch-size 8
 
 The same training (MLP blocks, AdamW, one device or several with DDP) runs without saving and with each way of saving,
 each run in a fresh process, in turns over several rounds. Ratios are taken within a round. The variants:
