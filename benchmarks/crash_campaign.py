@@ -12,6 +12,10 @@ kept, and how to repeat it is printed. Which moments a training is killed at fol
 Works on any fsspec URL that outlives the process. For a store that isn't a local disk, during means at some moment
 while the request is on its way. With ``--server`` it starts one of the servers that the tests use, and some trainings
 go on while that server is killed and started again, if it keeps what it has on disk.
+
+With ``--devices 2`` each training runs on two ranks (DDP with gloo, on the CPU). Rank 0, another one or all of them are
+killed, at the same moments of what rank 0 does and at random ones. Ranks that are left have a while to end by
+themselves and are then ended, as a launcher does it.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import asyncio
 import contextlib
 import importlib
 import io
+import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -32,6 +37,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -43,7 +49,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -53,7 +59,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ckpt_policy import (
@@ -83,6 +89,8 @@ OUTAGES = 4  # and one goes on while its server is killed, where that is asked f
 OUTAGE_SECONDS = 0.5  # at most, until the server is started again
 OUTAGE_STARTS, OUTAGES_EACH = 3, 6
 HANGS = 90.0  # seconds an attempt may take
+LINGERS = 3.0  # seconds that the other ranks of one that has failed have to end by themselves
+TOLD = {signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD}  # what the process that starts ranks listens for
 FOREIGN_RUN = "another-run"
 DIED, SUPERSEDED, FAILED = "died", 3, 4
 PART = re.compile(r"\.(.+\.ckpt)\.[0-9a-f]{8}\.part-[-0-9]+$")  # of an upload to Google Cloud Storage
@@ -129,7 +137,7 @@ class Net(LightningModule):
 class Observer(Callback):
     """Notes each captured step, and keeps the state at the end."""
 
-    def __init__(self, notes: Notes, pause: float) -> None:
+    def __init__(self, notes: Notes | None, pause: float) -> None:
         self.notes, self.pause = notes, pause
         self.batches: list[tuple[int, float]] = []
         self.final: dict[str, Any] = {}
@@ -139,8 +147,9 @@ class Observer(Callback):
         time.sleep(self.pause)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self.notes.add("captured", step=trainer.global_step)
-        self.notes.captured = trainer.global_step
+        if self.notes is not None:
+            self.notes.add("captured", step=trainer.global_step)
+            self.notes.captured = trainer.global_step
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.final = {
@@ -222,6 +231,7 @@ class Cut:
         nth: At which time it is met in this attempt.
         moment: For a random one: when, as a share of an undisturbed attempt's time.
         last: Count only once the training's last step was captured.
+        ranks: Who is killed then; a named moment is rank 0's, whoever that is.
     """
 
     where: str = ""
@@ -229,21 +239,27 @@ class Cut:
     nth: int = 1
     moment: float = 0.0
     last: bool = False
+    ranks: tuple[int, ...] = (0,)
 
     def __str__(self) -> str:
-        when = ", of the last step" if self.last else ""
-        return f"{self.phase} {self.where} #{self.nth}{when}" if self.where else f"random moment {self.moment:.3f}"
+        when = f"{self.phase} {self.where} #{self.nth}" if self.where else f"random moment {self.moment:.3f}"
+        when += ", of the last step" if self.last else ""
+        return when if self.ranks == (0,) else f"{when}, ranks {self.ranks}"
 
 
 class Notes:
-    """A side file, one JSON object a line, that outlives the process that writes it."""
+    """A side file, one JSON object a line, that outlives the process that writes it.
+
+    The processes that it forks write with its id.
+    """
 
     def __init__(self, path: Path) -> None:
+        self.pid = os.getpid()
         self.captured = 0
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def add(self, what: str, **values: Any) -> None:
-        os.write(self._file, (json.dumps({"pid": os.getpid(), "what": what, **values}) + "\n").encode())
+        os.write(self._file, (json.dumps({"pid": self.pid, "what": what, **values}) + "\n").encode())
 
     @staticmethod
     def read(path: Path, offset: int = 0) -> list[dict[str, Any]]:
@@ -257,11 +273,15 @@ class Tripwire:
 
     Wraps the package's own methods to know the activity and the role, and the lowest calls that Python has
     (``open``, ``write``, ``fsync``, ``rename``, ``link``, ``unlink``; for other stores the filesystem's requests) to
-    know the moment. For a process that was forked to be killed: nothing is ever put back.
+    know the moment. For a process that was forked to be killed: nothing is ever put back. On rank 0 it can kill other
+    ranks instead, or too.
     """
 
-    def __init__(self, notes: Notes, end: int, cut: Cut | None, how: signal.Signals, trace: bool) -> None:
+    def __init__(
+        self, notes: Notes, end: int, cut: Cut | None, how: signal.Signals, trace: bool, others: dict[int, int]
+    ) -> None:
         self.notes, self.end, self.cut, self.how = notes, end, cut, how
+        self.others = others  # ranks and their processes
         self.met: Counter[str] = Counter()
         self.trace = trace
         self._lock = threading.Lock()
@@ -422,7 +442,7 @@ class Tripwire:
         try:
             if phase == "before":
                 self._die()
-            elif phase == "during" and half is not None:
+            elif phase == "during" and half is not None and self._dies:
                 result = half()
                 self._die()
                 return result
@@ -449,10 +469,18 @@ class Tripwire:
                 self.notes.add("met", where=where)
             return cut.phase if cut is not None and cut.where == where and cut.nth == self.met[where] else None
 
+    @property
+    def _dies(self) -> bool:
+        return self.cut is not None and 0 in self.cut.ranks
+
     def _die(self) -> None:
         if self.how == signal.SIGKILL:
-            os.kill(os.getpid(), self.how)
-            time.sleep(HANGS)  # nothing more happens in this thread
+            for rank, pid in self.others.items():
+                if self.cut is not None and rank in self.cut.ranks:
+                    os.kill(pid, self.how)
+            if self._dies:
+                os.kill(os.getpid(), self.how)
+                time.sleep(HANGS)  # nothing more happens in this thread
         else:
             signal.pthread_kill(threading.get_ident(), self.how)  # else this thread runs on until another one has it
 
@@ -485,6 +513,7 @@ class Job:
         pause: Seconds before each batch.
         inside: Whether it ends in the middle of an epoch, by ``max_steps``.
         options: The filesystem's.
+        devices: How many ranks train.
     """
 
     url: str
@@ -495,20 +524,25 @@ class Job:
     pause: float = 0.0
     inside: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    devices: int = 1
 
     @property
     def notes(self) -> Path:
         return self.work / "notes.jsonl"
 
+    def final(self, pid: int, rank: int) -> Path:
+        """What a rank of an attempt ended with."""
+        return self.work / f"final-{pid}-{rank}.pt"
 
-def train(job: Job, observer: Observer, policy: CheckpointPolicy | None, resume: bool) -> Trainer:
+
+def train(job: Job, rank: int, observer: Observer, policy: CheckpointPolicy | None) -> None:
     """One fit."""
     torch.set_num_threads(1)
     # so that this small state is copied in the background too, and written in several pieces past the page cache
     snapshot.DEFER_BYTES, snapshot.CHUNK_BYTES = 1, 4096
     if not job.url.startswith("s3"):  # which takes no parts as small as that
         remote_module.PART_BYTES = 4096
-    seed_everything(1, verbose=False)
+    seed_everything(1 + rank, verbose=False)  # DDP lets all ranks begin with rank 0's weights
     callbacks: list[Callback] = [observer]
     if policy is not None:
         callbacks.append(policy)
@@ -519,7 +553,9 @@ def train(job: Job, observer: Observer, policy: CheckpointPolicy | None, resume:
         **ENDS[job.inside],  # type: ignore[arg-type]
         val_check_interval=VALIDATE_EVERY,
         accelerator="cpu",
-        devices=1,
+        devices=job.devices,
+        strategy="ddp" if job.devices > 1 else "auto",
+        use_distributed_sampler=False,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -527,17 +563,22 @@ def train(job: Job, observer: Observer, policy: CheckpointPolicy | None, resume:
         num_sanity_val_steps=0,
         default_root_dir=str(job.work),
     )
-    loader = StatefulDataLoader(Rows(BATCHES * 4), batch_size=4, shuffle=True)
-    trainer.fit(Net(), loader, DataLoader(Rows(8), batch_size=4), ckpt_path="last" if resume else None)
-    return trainer
+    rows = Rows(BATCHES * 4 * job.devices)
+    sampler = DistributedSampler(rows, job.devices, rank, seed=3) if job.devices > 1 else None
+    loader = StatefulDataLoader(rows, batch_size=4, shuffle=sampler is None, sampler=sampler)
+    trainer.fit(Net(), loader, DataLoader(Rows(8), batch_size=4), ckpt_path=None if policy is None else "last")
 
 
-def attempt(job: Job, cut: Cut | None, how: signal.Signals = signal.SIGKILL, trace: bool = False) -> int:
-    """Fork a process that trains; its id."""
+def attempt(
+    job: Job, cut: Cut | None, how: signal.Signals = signal.SIGKILL, trace: bool = False, saves: bool = True
+) -> int:
+    """Fork a process that trains, or that starts the ranks that do; its id."""
     sys.stdout.flush()
     sys.stderr.flush()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return pid
     status = FAILED
     try:
@@ -546,23 +587,14 @@ def attempt(job: Job, cut: Cut | None, how: signal.Signals = signal.SIGKILL, tra
         os.dup2(log, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         notes = Notes(job.notes)
-        Tripwire(notes, STEPS[job.inside], cut, how, trace).install()
-        observer = Observer(notes, job.pause)
-        policy = CheckpointPolicy(
-            job.url, EveryNTrainSteps(job.every), job.rule.retention, storage_options=job.options or None
-        )
-        try:
-            train(job, observer, policy, resume=True)
-            status = 0
-        except Exception as error:
-            traceback.print_exc()
-            cause: BaseException | None = error
-            while cause is not None:
-                if isinstance(cause, SupersededError):
-                    status = SUPERSEDED
-                cause = cause.__cause__
-        if observer.final:
-            torch.save(observer.final, job.work / f"final-{os.getpid()}.pt")
+
+        def run(rank: int, others: dict[int, int]) -> int:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            if rank == 0:
+                Tripwire(notes, STEPS[job.inside], cut, how, trace, others).install()
+            return run_rank(job, rank, notes, saves)
+
+        status = run(0, {}) if job.devices == 1 else launch(job.devices, cut, run)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -570,6 +602,78 @@ def attempt(job: Job, cut: Cut | None, how: signal.Signals = signal.SIGKILL, tra
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def run_rank(job: Job, rank: int, notes: Notes, saves: bool) -> int:
+    """Train; the exit status."""
+    status = FAILED
+    observer = Observer(notes if rank == 0 else None, job.pause)
+    policy = CheckpointPolicy(
+        job.url, EveryNTrainSteps(job.every), job.rule.retention, storage_options=job.options or None
+    )
+    try:
+        train(job, rank, observer, policy if saves else None)
+        status = 0
+    except Exception as error:
+        traceback.print_exc()
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, SupersededError):
+                status = SUPERSEDED
+            cause = cause.__cause__
+    if observer.final:
+        torch.save(observer.final, job.final(notes.pid, rank))
+    return status
+
+
+def launch(devices: int, cut: Cut | None, run: Callable[[int, dict[int, int]], int]) -> int:
+    """Start the ranks, wait for their end, and end the others of one that has failed; the exit status.
+
+    SIGTERM kills those ranks that the cut names, SIGUSR1 stops all. Once rank 0 is stopped, so is this process. It dies
+    as a rank that was killed.
+    """
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(unused.getsockname()[1]))
+    pids: dict[int, int] = {}
+    for rank in reversed(range(devices)):
+        pid = os.fork()
+        if pid == 0:
+            os.environ["LOCAL_RANK"] = str(rank)
+            os._exit(run(rank, pids))
+        pids[rank] = pid
+
+    def send(number: signal.Signals, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank in pids:  # not waited for yet
+                os.kill(pids[rank], number)
+
+    named = cut.ranks if cut is not None and not cut.where else tuple(range(devices))
+    ended: dict[int, int | str] = {}
+    deadline = float("inf")
+    while pids:
+        told = signal.sigtimedwait(TOLD, 0.05)
+        if told is not None and told.si_signo == signal.SIGTERM:
+            send(signal.SIGKILL, named)
+        elif told is not None and told.si_signo == signal.SIGUSR1:
+            send(signal.SIGSTOP, pids)
+        for rank, pid in list(pids.items()):
+            how = wait_for(pid, 0, stopped=True)
+            if how == "stopped" and rank == 0:
+                os.kill(os.getpid(), signal.SIGSTOP)
+                if signal.SIGTERM not in signal.sigpending():
+                    send(signal.SIGCONT, pids)
+            elif how not in (None, "stopped"):
+                del pids[rank]
+                if time.monotonic() < deadline:  # else it was ended here
+                    ended[rank] = how
+        if any(ended.values()) and deadline == float("inf"):
+            deadline = time.monotonic() + LINGERS
+        if time.monotonic() >= deadline:
+            send(signal.SIGKILL, pids)
+    if DIED in ended.values():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return int(ended.get(0, 0) or max(ended.values()))
 
 
 def in_child(function: Callable[..., T], *args: Any) -> T:
@@ -619,10 +723,11 @@ def wait_for(pid: int, seconds: float, stopped: bool = False) -> int | str | Non
         select.select([], [], [], min(left, 0.004))
 
 
-def kill(pid: int) -> None:
-    """SIGKILL, and wait for its end."""
+def kill(pid: int, devices: int = 1) -> None:
+    """SIGKILL, to one process or to ranks by way of the process that started them, and wait for its end."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL if devices == 1 else signal.SIGTERM)
+        os.kill(pid, signal.SIGCONT)
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0)
 
@@ -796,15 +901,15 @@ def compare_end(job: Job, pids: list[int], reference: Path) -> list[str]:
     """Whether attempts that reached the end, and the last checkpoint, are as in the undisturbed training."""
     problems = []
     whole = torch.load(reference, weights_only=False)
-    for pid in pids:
-        path = job.work / f"final-{pid}.pt"
+    for pid, (rank, undisturbed) in itertools.product(pids, enumerate(whole["finals"])):
+        path = job.final(pid, rank)
         if path.exists():
             final = torch.load(path, weights_only=False)
-            seen, expected = final.pop("batches"), whole["final"]["batches"]
+            seen, expected = final.pop("batches"), undisturbed["batches"]
             if seen != expected[len(expected) - len(seen) :]:
-                problems.append("the batches seen to the end differ from the undisturbed training's")
-            expected_final = {key: value for key, value in whole["final"].items() if key != "batches"}
-            problems += [f"the final state differs: {d}" for d in differences(expected_final, final)]
+                problems.append(f"the batches that rank {rank} saw to the end differ from the undisturbed training's")
+            expected_final = {key: value for key, value in undisturbed.items() if key != "batches"}
+            problems += [f"the final state differs on rank {rank}: {d}" for d in differences(expected_final, final)]
     problems += [f"the last checkpoint differs: {d}" for d in differences(whole["checkpoint"], last_checkpoint(job))]
     return problems
 
@@ -944,7 +1049,7 @@ class Plan:
     cuts: tuple[Cut, ...]
 
 
-def make_plan(seed: int, number: int, catalogue: list[str], outages: bool = False) -> Plan:
+def make_plan(seed: int, number: int, catalogue: list[str], outages: bool = False, devices: int = 1) -> Plan:
     """The plan of training ``number``. The points come from a shuffled deck that goes on from training to training."""
     draw = random.Random(f"{seed}/{number}")
     overlap = number % OVERLAPS == OVERLAPS - 1
@@ -974,7 +1079,7 @@ def make_plan(seed: int, number: int, catalogue: list[str], outages: bool = Fals
     cuts.sort(key=order)
     drained = draw.random() < 0.6
     outage = outages and number % OUTAGES == 0
-    return Plan(
+    plan = Plan(
         number,
         overlap,
         outage,
@@ -984,6 +1089,18 @@ def make_plan(seed: int, number: int, catalogue: list[str], outages: bool = Fals
         0.0 if drained else draw.choice((0.0, 0.004, 0.012)),
         draw.random() < 0.5,
         tuple(cut for group in cuts for cut in group),
+    )
+    if devices == 1:
+        return plan
+    everyone = tuple(range(devices))
+    return replace(
+        plan,
+        cuts=tuple(
+            # what is to be swept is left by rank 0
+            replace(cut, ranks=draw.choice([(0,), everyone, *([(rank,) for rank in everyone[1:]] if not left else [])]))
+            for cut, following in itertools.zip_longest(plan.cuts, plan.cuts[1:])
+            for left in [following is not None and following.where.startswith("sweep/")]
+        ),
     )
 
 
@@ -1021,6 +1138,7 @@ class Result:
     number: int
     kills: list[tuple[str, str]] = field(default_factory=list)  # (where, phase); ("", "") for a random moment
     stops: list[tuple[str, str]] = field(default_factory=list)  # of attempts that were overlapped
+    killed: Counter[tuple[int, ...]] = field(default_factory=Counter)  # which ranks, how often
     outages: int = 0  # kills of the server
     unmet: int = 0
     starts: int = 0
@@ -1044,11 +1162,12 @@ class Run:
         references: dict[bool, Path],
         seconds: float,
         options: dict[str, Any],
+        devices: int = 1,
         server: Any = None,
     ) -> None:
         work.mkdir(parents=True)
         self.plan, self.seconds, self.server = plan, seconds, server
-        self.job = Job(url, work, plan.every, plan.rule, plan.drained, plan.pause, plan.inside, options)
+        self.job = Job(url, work, plan.every, plan.rule, plan.drained, plan.pause, plan.inside, options, devices)
         self.watch = Watch(self.job, references[plan.inside])
         self.result = Result(plan.number)
         self.alive: set[int] = set()
@@ -1067,7 +1186,7 @@ class Run:
             result.violation = str(error)
         finally:
             for pid in self.alive:
-                kill(pid)
+                kill(pid, self.job.devices)
         result.starts = self.watch.starts
         result.saves, result.deletes = len(self.watch.history), len(self.watch.deleting)
         result.loaded, result.left = self.watch.loaded, dict(self.watch.kinds)
@@ -1105,13 +1224,14 @@ class Run:
             if cut is not None and not cut.where:
                 ended = self._end(pid, self._moment(cut))
                 if ended is None:
-                    kill(pid)
+                    kill(pid, self.job.devices)
                     self.alive.discard(pid)
                     ended = DIED
             else:
                 ended = self._end(pid)
             if ended == DIED and cut is not None:
                 self.result.kills.append((cut.where, cut.phase))
+                self.result.killed[cut.ranks] += 1
                 self.result.looks += 1
                 self.watch.after_kill()
                 report()
@@ -1192,11 +1312,12 @@ class Run:
                     f"wrote {sorted(now.names - before.names)}"
                 )
             if ended == "stopped":
-                kill(second)
+                kill(second, self.job.devices)
                 self.alive.discard(second)
                 self.result.log.append(f"    process {second}: killed where it was stopped")
                 assert after is not None
                 self.result.kills.append((after.where, after.phase))
+                self.result.killed[tuple(range(self.job.devices))] += 1
                 self.result.looks += 1
                 self.watch.after_kill()
                 report()
@@ -1221,14 +1342,14 @@ class Run:
         ended = self._end(pid, self._moment(cut))
         if ended is not None:
             return ended
-        os.kill(pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP if self.job.devices == 1 else signal.SIGUSR1)
         return self._end(pid, stopped=True)
 
 
 # Before all: the undisturbed training, and what a protocol is made of
 
 
-def scout(url: str, work: Path, options: dict[str, Any]) -> tuple[dict[bool, Path], list[str], float]:
+def scout(url: str, work: Path, options: dict[str, Any], devices: int = 1) -> tuple[dict[bool, Path], list[str], float]:
     """Run undisturbed trainings: the states to compare with, all moments there are, and the seconds that one takes."""
     work.mkdir(parents=True)
     references = {inside: work / f"undisturbed-{inside}.pt" for inside in (False, True)}
@@ -1241,30 +1362,37 @@ def scout(url: str, work: Path, options: dict[str, Any]) -> tuple[dict[bool, Pat
             turns += [(False, left) for left in (*known[:3], known[-1])]
         inside, left = turns[turn]
         job = Job(f"{url}/scout-{turn}", work / str(turn), rule=Rule(last=1), inside=inside, options=options)
+        job = replace(job, devices=devices)
         job.work.mkdir()
         for cut in (left, None) if left is not None else (None,):
             began = time.monotonic()
             pid = attempt(job, cut, trace=True)
             ended = wait_for(pid, HANGS)
             if cut is None and ended != 0:
-                kill(pid)
-                log = (job.work / f"attempt-{pid}.log").read_text(errors="replace")
-                raise RuntimeError(f"the training doesn't work undisturbed ({ended}):\n{log[-3000:]}")
+                give_up(job, pid, ended)
             seconds = seconds or time.monotonic() - began
         met |= {note["where"] for note in Notes.read(job.notes) if note["what"] == "met"}
         if left is None:
-            in_child(write_reference, job, job.work / f"final-{pid}.pt", references[inside])
+            plain = attempt(job, None, saves=False)
+            if (ended := wait_for(plain, HANGS)) != 0:
+                give_up(job, plain, ended)
+            in_child(write_reference, job, plain, pid, references[inside])
     return references, sorted(met), seconds
 
 
-def write_reference(job: Job, final: Path, reference: Path) -> None:
-    """Keep what an undisturbed training ended with, after comparing it with one that saves nothing."""
-    observer = Observer(Notes(job.work / "plain.jsonl"), 0.0)
-    train(job, observer, None, resume=False)
-    saved = torch.load(final, weights_only=False)
-    if found := list(differences(observer.final, saved)):
+def give_up(job: Job, pid: int, ended: int | str | None) -> NoReturn:
+    kill(pid, job.devices)
+    log = (job.work / f"attempt-{pid}.log").read_text(errors="replace")
+    raise RuntimeError(f"the training doesn't work undisturbed ({ended}):\n{log[-3000:]}")
+
+
+def write_reference(job: Job, plain: int, saving: int, reference: Path) -> None:
+    """Keep what an undisturbed training ended with, after comparing it with one that saved nothing."""
+    finals = [torch.load(job.final(saving, rank), weights_only=False) for rank in range(job.devices)]
+    expected = [torch.load(job.final(plain, rank), weights_only=False) for rank in range(job.devices)]
+    if found := list(differences(expected, finals)):
         raise RuntimeError(f"saving changes the training: {found[:5]}")
-    torch.save({"final": saved, "checkpoint": last_checkpoint(job)}, reference)
+    torch.save({"finals": finals, "checkpoint": last_checkpoint(job)}, reference)
 
 
 # The campaign
@@ -1281,6 +1409,7 @@ class Settings:
     references: dict[bool, Path]
     catalogue: list[str]
     seconds: float
+    devices: int
     server: str | None
 
 
@@ -1289,9 +1418,11 @@ def lane(connection: multiprocessing.connection.Connection, settings: Settings) 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with store(settings.url, settings.options, settings.server) as (url, options, server):
         while (number := connection.recv()) is not None:
-            plan = make_plan(settings.seed, number, settings.catalogue, server is not None and server.lasting)
+            outages = server is not None and server.lasting
+            plan = make_plan(settings.seed, number, settings.catalogue, outages, settings.devices)
             folder = settings.folder / f"training-{number}"
-            run = Run(plan, f"{url}/training-{number}", folder, settings.references, settings.seconds, options, server)
+            known = settings.references, settings.seconds
+            run = Run(plan, f"{url}/training-{number}", folder, *known, options, settings.devices, server)
             result = run.go(lambda: connection.send(None))
             connection.send(result)
             if not result.violation:
@@ -1346,15 +1477,19 @@ class Tally:
         """The results file."""
         moments = sum(point == ("", "") for result in self.results for point in result.kills)
         left: Counter[str] = Counter()
+        killed: Counter[tuple[int, ...]] = Counter()
         for result in self.results:
             left.update(result.left)
+            killed.update(result.killed)
         protocol = "local path" if arguments.url is None else arguments.url.split("://", 1)[0]
         if "://" not in (arguments.url or ""):
             protocol = arguments.server or "local path"
         return {
             "command": f"python benchmarks/crash_campaign.py --kills {arguments.kills} --seed {arguments.seed}"
-            + (f" --server {arguments.server}" if arguments.server else ""),
+            + (f" --server {arguments.server}" if arguments.server else "")
+            + (f" --devices {arguments.devices}" if arguments.devices > 1 else ""),
             "store": protocol,
+            "ranks": arguments.devices,
             "seed": arguments.seed,
             "versions": {
                 "python": platform.python_version(),
@@ -1367,6 +1502,7 @@ class Tally:
             "kills": self.kills,
             "kills_at_a_step_of_the_protocol": self.kills - moments,
             "kills_at_a_random_moment": moments,
+            "kills_of_ranks": {" and ".join(map(str, ranks)): count for ranks, count in sorted(killed.items())},
             "kills_of_the_server": self.total("outages"),
             "trainings": len(self.results),
             "starts": self.total("starts"),
@@ -1459,6 +1595,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--url", help="folder to work in, any fsspec URL (default: a temporary local folder)")
     parser.add_argument("--storage-options", type=json.loads, default={}, help="the filesystem's options, as JSON")
     parser.add_argument("--server", help="instead of --url: start this server of tests/servers.py, such as moto")
+    parser.add_argument("--devices", type=int, default=1, help="ranks that train together (default: 1)")
     parser.add_argument("--kills", type=int, default=200, help="stop after so many (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="seed of all plans (default: 0)")
     parser.add_argument("--parallel", type=int, default=2, help="trainings at a time (default: 2)")
@@ -1467,7 +1604,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep-going", action="store_true", help="don't stop at the first broken promise")
     parser.add_argument("--quiet", action="store_true", help="no progress, no table")
     arguments = parser.parse_args(argv)
-    for name in ("kills", "parallel"):
+    for name in ("devices", "kills", "parallel"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} {getattr(arguments, name)}: give at least 1")
     if arguments.server is not None and (arguments.url or arguments.server not in servers().SERVERS):
@@ -1487,9 +1624,17 @@ def main(argv: list[str] | None = None) -> int:
     url = str(folder / "store") if arguments.url is None else f"{arguments.url.rstrip('/')}/{folder.name}"
     began = time.monotonic()
     with store(url, arguments.storage_options, arguments.server) as (where, options, _):
-        references, catalogue, seconds = scout(where, folder / "scout", options)
+        references, catalogue, seconds = scout(where, folder / "scout", options, arguments.devices)
     settings = Settings(
-        url, folder, arguments.seed, arguments.storage_options, references, catalogue, seconds, arguments.server
+        url,
+        folder,
+        arguments.seed,
+        arguments.storage_options,
+        references,
+        catalogue,
+        seconds,
+        arguments.devices,
+        arguments.server,
     )
     tally = drive(settings, arguments, console)
     took = time.monotonic() - began
@@ -1511,6 +1656,7 @@ def main(argv: list[str] | None = None) -> int:
     for result in bad:
         where = f"--url {arguments.url} " if arguments.url else ""
         where += f"--server {arguments.server} " if arguments.server else ""
+        where += f"--devices {arguments.devices} " if arguments.devices > 1 else ""
         text = [
             f"Training {result.number}, after kill {len(result.kills)}: {result.violation}",
             *result.log,

@@ -149,7 +149,7 @@ def loss(step: int) -> dict[str, float]:
 def show(console: Console, title: str, outcomes: dict[str, tuple[Outcome, float]]) -> None:
     table = Table(title=title)
     for column in ("", "saves a day", "held", "lost a failure", "failures", "wasted", "store, mean", "peak", "cost"):
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="left" if not column else "right", overflow="fold")
     for name, (outcome, per_hour) in outcomes.items():
         cost = price(outcome, per_compute_hour=per_hour, per_gb_month=PER_GB_MONTH)
         table.add_row(
@@ -185,7 +185,7 @@ def adaptive_against_fixed(console: Console, failures: int) -> list[dict[str, An
     """Over many failures: what the adaptive interval wastes beside the best fixed one, found by search."""
     table = Table(title=f"Wasted time over {failures:,} failures")
     for column in ("MTBF / cost", "best fixed", "its interval", "adaptive, MTBF given", "learned", "saves"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     rows = []
     cost = 10.0
     for ratio in RATIOS:

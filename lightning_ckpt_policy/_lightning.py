@@ -154,6 +154,12 @@ def without_sigterm_notifier(trainer: Any, handler: Any) -> list[Any]:
     return [one for one in handlers if one != trainer._signal_connector._sigterm_notifier_fn]
 
 
+def group_timeout(trainer: Any) -> float:
+    """Seconds after which a collective of several ranks fails."""
+    timeout = getattr(trainer.strategy, "_timeout", None)
+    return 1800.0 if timeout is None else float(timeout.total_seconds())  # torch's own, for gloo
+
+
 def stop_as_after_sigterm(trainer: Any) -> None:
     """Let the fit end with a ``SIGTERMException`` once the current batch is over."""
     trainer._signal_connector.received_sigterm = True

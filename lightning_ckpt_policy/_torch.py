@@ -10,6 +10,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,6 +35,20 @@ def without_crc32() -> Iterator[None]:
             yield
         finally:
             torch.serialization.set_crc32_options(before)
+
+
+def rendezvous_store() -> Any:
+    """The key-value store by which the processes of the default group found each other."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def is_set_within(store: Any, key: str, seconds: float) -> bool:
+    """Wait until a key is in a store, or for so long."""
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except torch.distributed.DistStoreError:
+        return False
+    return True
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from lightning_ckpt_policy._compose import shown
 
+LEAST_SECONDS = 1e-6
 _TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _TIME_NAMES = {
     name: seconds
@@ -154,9 +155,10 @@ class HoursMinutesSeconds:
         parts = ("hours", "minutes", "seconds")
         for part in parts:
             object.__setattr__(self, part, _part(name, part, getattr(self, part)))
-        if not 0 < self.total_seconds < math.inf:
+        if not LEAST_SECONDS <= self.total_seconds < math.inf:
             values = ", ".join(f"{part}={getattr(self, part)}" for part in parts)
-            raise ValueError(f"{values}: a finite interval above 0 was expected; write {name}(minutes=30)")
+            kind = f"of at least {LEAST_SECONDS:g} s" if 0 < self.total_seconds < 1 else "above 0"
+            raise ValueError(f"{values}: a finite interval {kind} was expected; write {name}(minutes=30)")
 
     @property
     def total_seconds(self) -> float:

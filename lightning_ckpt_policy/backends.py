@@ -327,6 +327,23 @@ class Backend:
             self.delete(name)
 
 
+class FolderBackend(Backend):
+    """One folder of a filesystem that isn't known, and may be one with folders that have to be made first."""
+
+    def makedirs(self) -> None:
+        self._makedirs(self.root)
+
+    def _makedirs(self, path: str) -> None:
+        with contextlib.suppress(Exception):  # whether it can be written to is what counts
+            self.fs.makedirs(path, exist_ok=True)
+
+    def write(self, name: str, data: bytes, *, owner: str, exclusive: bool = False) -> None:
+        """As ``Backend.write``."""
+        if "/" in name:
+            self._makedirs(self.path(name).rpartition("/")[0])
+        super().write(name, data, owner=owner, exclusive=exclusive)
+
+
 class MemoryBackend(Backend):
     """One folder of fsspec's in-memory filesystem, for tests. Lives and dies with the process."""
 
@@ -650,7 +667,7 @@ def make_backend(url: str, storage_options: Mapping[str, Any] | None = None) -> 
         from lightning_ckpt_policy.remote import REMOTE_BACKENDS  # it builds on this module
 
         backend = REMOTE_BACKENDS.get(protocol)
-    made = (backend or Backend)(fs, path, storage_options)
+    made = (backend or FolderBackend)(fs, path, storage_options)
     made.fresh = lambda: make_filesystem(url, storage_options)[0]
     return made
 

@@ -10,6 +10,7 @@ import re
 import signal
 import time
 import uuid
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -51,7 +52,8 @@ from lightning_ckpt_policy.errors import (
 )
 from lightning_ckpt_policy.interval import Measured, Pace, SaveCost, costs_of, failures_of, typical_cost
 from lightning_ckpt_policy.io import DEFAULT_SAVE_TIMEOUT, GRACE, AsyncCheckpointIO, SaveRequest
-from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, Ledger, SaveOutcome
+from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, Ledger, RuleFailure, SaveOutcome
+from lightning_ckpt_policy.rank_state import collect_rank_state, declaring, restore_rank_state
 from lightning_ckpt_policy.record import CheckpointRecord, is_safe_name
 from lightning_ckpt_policy.retention import KeepAll, KeepLast, Retention, as_retention, best
 from lightning_ckpt_policy.rng import collect_rng_state, restore_rng_state
@@ -59,6 +61,7 @@ from lightning_ckpt_policy.signals import RAISED, SignalCounter
 from lightning_ckpt_policy.snapshot import CHUNK_BYTES, Image, Staging, still_storages
 from lightning_ckpt_policy.store import Attempt, CheckpointStore
 from lightning_ckpt_policy.triggers import AdaptiveInterval, EveryNEpochs, Progress, Trigger, as_trigger
+from lightning_ckpt_policy.workers import shield_workers
 from lightning_ckpt_policy.writer import BackgroundWriter, run_within
 
 STATE_KEY = "lightning_ckpt_policy"
@@ -70,6 +73,8 @@ VALIDATION_BATCH_END: Literal["validation_batch_end"] = "validation_batch_end"
 TRAIN_END = "train_end"
 # seconds for which ranks wait in one collective while rank 0 waits for the background
 _SLICE = 5.0
+# seconds after which a rank that waits for others says so; it fails after this share of the process group's timeout
+_TELLS_AFTER, _FAILS_AFTER = 30.0, 0.9
 # seconds after which a shared folder shows a new file on every machine
 _SHARED_WITHIN = 5.0
 _SHARE = "a resume reads on every rank. Use a folder that all machines share (NFS, Lustre) or the URL of a store"
@@ -102,6 +107,10 @@ class CheckpointPolicy(Checkpoint):
     validation, at the end of a validation, or at the end of an epoch without one. A trigger that is due elsewhere, or
     while a save is on its way, stays due until the next such point. A signal that ends the fit is acted on inside a
     validation too; a resume then runs that validation from its start.
+
+    A checkpoint holds the random state of every rank. A callback that has a state of its own on each rank gives it in
+    ``rank_state_dict()``, and gets that of its rank back in ``load_rank_state_dict(state)`` when a fit is resumed,
+    before its ``load_state_dict``.
 
     Args:
         dirpath: Folder of the checkpoints, a local path or any fsspec URL; by default ``checkpoints`` in the Trainer's
@@ -201,6 +210,7 @@ class CheckpointPolicy(Checkpoint):
         self._resumed: CheckpointRecord | None = None
         self._began = False
         self._release_loaders: Callable[[], None] = _nothing
+        self._release_workers: Callable[[], None] = _nothing
         self._release_rng: Callable[[], None] = _nothing
         # manual optimization: the optimizers that stepped in this batch
         self._steppers: set[int] = set()
@@ -220,6 +230,7 @@ class CheckpointPolicy(Checkpoint):
         self._fit_began = 0.0
         self._follows = False
         self._agreement: Agreement | None = None  # of several ranks
+        self._meeting = 0, ""  # where ranks met last: its number and purpose
         # signals: what arrived in this process, and what all ranks agree on
         self._listens = False
         self._arrivals = SignalCounter()
@@ -258,6 +269,7 @@ class CheckpointPolicy(Checkpoint):
             **self.__dict__,
             "_trainer": _nothing,
             "_release_loaders": _nothing,
+            "_release_workers": _nothing,
             "_release_rng": _nothing,
             "_release_validation": _nothing,
             "_hooks": [],
@@ -358,6 +370,7 @@ class CheckpointPolicy(Checkpoint):
                 f"{type(trainer).__name__}: import Trainer and LightningModule from lightning.pytorch "
                 "(the package pytorch_lightning is a separate copy that ignores this callback)"
             )
+        declaring(_lightning.callbacks(trainer))
         store = self._bind(trainer)
         self._install_io(trainer)
         policies = [callback for callback in _lightning.callbacks(trainer) if isinstance(callback, CheckpointPolicy)]
@@ -541,6 +554,12 @@ class CheckpointPolicy(Checkpoint):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep what this package stored in the checkpoint."""
         state = checkpoint.get(STATE_KEY, {})
+        if not isinstance(state, dict) or (state and "schema_version" not in state):
+            rank_zero_warn(
+                f"checkpoint[{STATE_KEY!r}] isn't this package's, so this resume can't be exact: store what is yours "
+                "under another key"
+            )
+            state = {}
         if state and state["schema_version"] > STATE_VERSION:
             raise CheckpointError(
                 f"the checkpoint was saved by a newer lightning-ckpt-policy (state version {state['schema_version']}, "
@@ -551,9 +570,13 @@ class CheckpointPolicy(Checkpoint):
             _lightning.mark_batch_completed(checkpoint)
         if state and state["epoch_ended"]:
             _lightning.unfinish_loaders(checkpoint)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._restore_rank_state(trainer, state.get("rank_states", []))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let samplers of a resumed fit begin with the epoch it goes on with."""
+        """Let samplers of a resumed fit begin with the epoch it goes on with, and signals pass loader workers by."""
+        if self.trigger.signals and not _lightning.fast_dev_run(trainer):
+            self._release_workers = shield_workers(self.trigger.signals)
         if self._loaded and not _lightning.reloads_dataloaders(trainer):
             # Lightning makes the first iterator of a resumed fit before it tells the sampler which epoch it is
             self._release_loaders = _lightning.start_samplers_at(trainer, self._loaded["progress"]["epoch"])
@@ -723,6 +746,7 @@ class CheckpointPolicy(Checkpoint):
     def _release(self) -> None:
         """Take back everything that was put into Lightning and torch for the length of a fit."""
         self._release_loaders()
+        self._release_workers()
         self._release_rng()
         self._release_validation()
         while self._hooks:
@@ -870,6 +894,7 @@ class CheckpointPolicy(Checkpoint):
     def _agree(self, trainer: Trainer) -> None:
         """Begin to share a clock with the other ranks."""
         self._agreement = None
+        self._meeting = 0, ""
         if trainer.world_size > 1:
             self._agreement = Agreement(
                 functools.partial(_greatest, trainer.strategy.root_device),
@@ -883,6 +908,7 @@ class CheckpointPolicy(Checkpoint):
     def _exchange(self, trainer: Trainer) -> None:
         """Let all ranks know the time, the signals and how saving goes; end them together if too many saves failed."""
         assert self._agreement is not None
+        self._meet(trainer, "agree when to save")
         busy = self._writer.saving or self._overlap is not None
         if self._ledger is not None and self._ledger.events:
             self._report(trainer)  # of a save that isn't on its way any more all is known
@@ -898,6 +924,45 @@ class CheckpointPolicy(Checkpoint):
         self._signals = self._agreement.signals
         if self._agreement.failing:
             _on_rank_zero(trainer, self._raise_after_failures)
+
+    def _meet(self, trainer: Trainer, aim: str) -> None:
+        """Before a collective, make sure that all ranks come to it, where code of the user's own had a say in that.
+
+        They meet in the store of the process group, so that a rank which waits here for one that has gone on to another
+        collective says so, rather than that the two are taken for one.
+        """
+        if self._agreement is None or not self.trigger.foreign:
+            return
+        assert self._attempt is not None
+        store, step, ranks = _torch.rendezvous_store(), trainer.global_step, range(trainer.world_size)
+        prefix = f"{STATE_KEY}/{self._attempt.run_id}/{self._attempt.number}"
+        before, self._meeting = self._meeting, (self._meeting[0] + 1, f"to {aim} at step {step}")
+        here, there = (f"{prefix}/{number}/{purpose}" for number, purpose in (self._meeting, before))
+        store.set(f"{prefix}/rank/{trainer.global_rank}", here)
+        if store.add(here, 1) == len(ranks):
+            store.set(f"{here}/all", "")
+        limit = _FAILS_AFTER * _lightning.group_timeout(trainer)
+        waited, told = 0.0, False
+        while not _torch.is_set_within(store, f"{here}/all", seconds := min(_SLICE, limit / 2)):
+            waited += seconds
+            if (told and waited < limit) or waited < min(_TELLS_AFTER, limit / 2):
+                continue
+            names = [f"{prefix}/rank/{rank}" for rank in ranks]
+            absent = [
+                rank for rank in ranks if not store.check([names[rank]]) or store.get(names[rank]) != here.encode()
+            ]
+            message = (
+                f"by trigger={self.trigger!r} rank {trainer.global_rank} is {self._meeting[1]}, and "
+                f"{_shown_ranks(absent)} didn't come to that within {waited:g} s. Either that is slower, or a function "
+                "of yours answers differently there: it must depend on now and since alone"
+            )
+            if told:
+                raise CheckpointError(message)
+            warnings.warn(f"CheckpointPolicy: {message}", stacklevel=2)
+            told = True
+        if trainer.is_global_zero:  # all ranks have left the one before
+            store.delete_key(there)
+            store.delete_key(f"{there}/all")
 
     def _due_in(self, trainer: Trainer, steps: int, seconds: float) -> bool:
         now = self._progress(trainer, trainer.global_step + steps, False, self._clock() + seconds)
@@ -937,9 +1002,11 @@ class CheckpointPolicy(Checkpoint):
         if reasons and (ending or hold or (epoch_ends and (late or not self._loaders_stateful))):
             # the last chance of the fit, as far as is known before EarlyStopping decides; or of the epoch, since within
             # one a plain loader can't be resumed exactly
+            self._meet(trainer, "wait for the save before")
             self._drain(trainer, self._patience, saves_only=True)
             waited = True
         if reasons and self._can_save(trainer, now.metrics, waited):
+            self._meet(trainer, "save")
             self._save(trainer, now, point, reasons, started, last=ending or hold, hold=hold)
             if self._agreement is not None:
                 self._agreement.saved(functools.partial(self._due_in, trainer))
@@ -1171,7 +1238,7 @@ class CheckpointPolicy(Checkpoint):
             self._ledger.release_held()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the random state of all ranks and the progress to a checkpoint, also to one that the user saves."""
+        """Add each rank's random state, its callbacks' and the progress to a checkpoint, also to one of the user's."""
         if self._capturing is None and STATE_KEY in checkpoint:
             return
         now, point = self._capturing or (
@@ -1202,7 +1269,9 @@ class CheckpointPolicy(Checkpoint):
         state["runs"] = [attempt.run_id for attempt in attempts if attempt is not None]
         # only a save of ours is known to run on every rank
         own = self._rng_before_validation if point == VALIDATION_BATCH_END else collect_rng_state()
-        state["rng"] = _gather(trainer, own) if self._capturing is not None else [own]
+        declared = collect_rank_state(_lightning.callbacks(trainer))
+        ranks = _gather(trainer, (own, declared)) if self._capturing is not None else [(own, declared)]
+        state["rng"], state["rank_states"] = [list(states) for states in zip(*ranks, strict=True)]
 
     # the end
 
@@ -1272,7 +1341,11 @@ class CheckpointPolicy(Checkpoint):
     def _finish(self, trainer: Trainer, confirmed: bool, pruned: bool, status: str) -> None:
         self._report(trainer, final=True)
         if not self.history and not self._newest():
-            self._warn_once(f"nothing was saved in this fit: trigger={self.trigger!r} was never due")
+            stood = trainer.global_step == 0 and self._validations == 0
+            self._warn_once(
+                f"nothing was saved in this fit: trigger={self.trigger!r} was never due"
+                + (", since trainer.global_step stayed 0: no optimizer of the Trainer's stepped" if stood else "")
+            )
         if not pruned:
             rank_zero_warn(
                 f"Some superfluous checkpoints are left in {self.store.url!r}, since deleting them takes long: they "
@@ -1389,6 +1462,13 @@ class CheckpointPolicy(Checkpoint):
         assert ledger is not None
         while ledger.events:
             event = ledger.events.popleft()
+            if isinstance(event, RuleFailure):
+                self._warn_once(
+                    f"retention={self.retention!r} can't decide what stays: {_describe(event.error)}. Nothing is "
+                    "deleted while that lasts",
+                    about="rule",
+                )
+                continue
             if not isinstance(event, SaveOutcome):
                 self._delete_failures += 1
                 rank_zero_warn(
@@ -1447,6 +1527,19 @@ class CheckpointPolicy(Checkpoint):
             )
         if trainer.global_rank < len(states):
             restore_rng_state(states[trainer.global_rank])
+
+    def _restore_rank_state(self, trainer: Trainer, states: list[dict[str, Any]]) -> None:
+        callbacks = _lightning.callbacks(trainer)
+        names = [
+            type(callback).__name__ for key, callback in declaring(callbacks).items() if any(key in s for s in states)
+        ]
+        if names and len(states) != trainer.world_size:
+            self._warn_once(
+                f"the checkpoint holds the state of {', '.join(names)} on {len(states)} rank(s), this fit has "
+                f"{trainer.world_size}: a rank that it holds none of begins without, and what is left over is dropped"
+            )
+        if trainer.global_rank < len(states):
+            restore_rank_state(callbacks, states[trainer.global_rank])
 
     def _warn_about_limits(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say once what Lightning can't resume exactly in this training."""

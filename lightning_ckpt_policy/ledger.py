@@ -54,6 +54,13 @@ class DeleteFailure:
     error: Exception
 
 
+@dataclass(frozen=True)
+class RuleFailure:
+    """What the retention rule raised instead of deciding; nothing is deleted."""
+
+    error: Exception
+
+
 class SaveInFlight:
     """One save on its way; lets a store that hangs be left behind without confirming anything later."""
 
@@ -98,7 +105,7 @@ class Ledger:
         self.retention = retention
         self.writer = writer
         self.filename = filename
-        self.events: deque[SaveOutcome | DeleteFailure] = deque()
+        self.events: deque[SaveOutcome | DeleteFailure | RuleFailure] = deque()
         self.deleted: list[CheckpointRecord] = []
         self.excess = 0  # bytes above the byte budget that no delete can win back
         self._records = sorted(records, key=lambda record: record.sequence)
@@ -192,8 +199,13 @@ class Ledger:
         """Queue the deletes that retention allows now."""
         with self._lock:
             staying = [record for record in self._records if record.path not in self._deleting]
-            doomed = retention_rules.plan(self.retention, staying, now=time.time(), protect=self._protect)
-            self.excess = retention_rules.excess(self.retention, self._records, now=time.time())
+            try:
+                doomed = retention_rules.plan(self.retention, staying, now=time.time(), protect=self._protect)
+                self.excess = retention_rules.excess(self.retention, self._records, now=time.time())
+            except Exception as error:  # a rule of the user's own, maybe: it is reported
+                forget_frames(error)
+                self.events.append(RuleFailure(error))
+                return
             self._deleting.update(record.path for record in doomed)
             self._doomed.update(record.path for record in doomed)
         if 1 < len(doomed) <= MOST_NOTED:
@@ -230,7 +242,14 @@ class Ledger:
         def once() -> CheckpointRecord:
             guard()
             pending = self.store.begin(draft["step"], self.attempt.run_id, self.attempt.number, self.filename)
-            return self.store.commit(pending, image, draft, guard=guard, timeout=timeout)
+            try:
+                return self.store.commit(pending, image, draft, guard=guard, timeout=timeout)
+            except SupersededError as error:
+                if self.store.superseded(self.attempt):
+                    raise
+                raise CheckpointSaveError(
+                    f"{pending.name!r}, or the marker beside it, was removed by someone else while it was written"
+                ) from error
 
         return retrying(save.given_up)(once)
 

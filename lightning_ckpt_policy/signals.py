@@ -22,7 +22,7 @@ class SignalCounter:
 
     The handler that was there before is called too, except Python's own for SIGINT, which would raise at once. What it
     raises is held back until `raise_held`, so that a state can be saved first. A process that is forked in the meantime
-    neither counts nor calls it.
+    counts nothing and does what it would have done without.
 
     >>> counter = SignalCounter()
     >>> counter.install(["SIGUSR1"])
@@ -91,6 +91,7 @@ class SignalCounter:
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
+            self._arrived_in_a_child(number, frame)
             return
         if number in self._earlier:
             name = signal.Signals(number).name
@@ -102,6 +103,15 @@ class SignalCounter:
             except BaseException as error:
                 self.held = error
                 self.counts = {**self.counts, RAISED: 1}
+
+    def _arrived_in_a_child(self, number: int, frame: FrameType | None) -> None:
+        earlier = self._earlier.get(number, signal.SIG_IGN)
+        handlers = [signal.default_int_handler] if earlier is signal.default_int_handler else self._chained[number]
+        for handler in handlers:
+            handler(number, frame)
+        if not handlers and earlier != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

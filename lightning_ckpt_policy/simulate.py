@@ -160,7 +160,7 @@ def simulate(
         metrics: What a validation after so many steps logs.
 
     Raises:
-        ValueError: It would never end: neither ``duration`` nor ``uptimes`` is finite.
+        ValueError: ``duration`` isn't above 0, or it would never end: neither ``duration`` nor ``uptimes`` is finite.
 
     >>> from lightning_ckpt_policy import EveryInterval, KeepLast
     >>> job = Job(step_seconds=1.0, checkpoint_bytes=10**9, held_seconds=2.0, confirm_seconds=60.0, mtbf_seconds=DAY)
@@ -168,6 +168,8 @@ def simulate(
     >>> round(outcome.saves_per_day), outcome.peak_bytes, 0.006 < outcome.wasted_share < 0.009
     (144, 3000000000, True)
     """
+    if not isinstance(duration, (int, float)) or not duration > 0:
+        raise ValueError(f"duration={duration!r}: a number of seconds above 0 was expected")
     if uptimes is None and not duration < math.inf:
         raise ValueError(f"duration={duration!r}: without uptimes a finite number of seconds was expected")
     run = _Run(job, as_trigger(trigger), as_retention(retention), metrics)

@@ -24,6 +24,7 @@ import torch
 
 from lightning_ckpt_policy import _torch
 from lightning_ckpt_policy.checksum import Checksum
+from lightning_ckpt_policy.errors import CheckpointSaveError
 
 log = logging.getLogger(__name__)
 
@@ -496,7 +497,8 @@ def take_snapshot(
         still: What needn't be copied at once, from :func:`still_storages`.
 
     Raises:
-        Exception: what ``torch.save`` raises for an object that can't be pickled.
+        CheckpointSaveError: There is an object that can't be pickled.
+        Exception: What else ``torch.save`` raises.
 
     >>> import io
     >>> tensor = torch.zeros(2)
@@ -512,10 +514,35 @@ def take_snapshot(
                 _save_from_device(checkpoint, image, still or {})
             else:
                 _save(checkpoint, _Sink(image, still or {}))
+    except Exception as error:
+        image.release()
+        culprits = [key for key, value in checkpoint.items() if not _can_be_saved(value)]
+        if not culprits:
+            raise
+        raise CheckpointSaveError(
+            f"what is under {', '.join(map(repr, culprits))} in the checkpoint can't be pickled ({error}): leave it "
+            "out, or give it a __getstate__"
+        ) from error
     except BaseException:
         image.release()
         raise
     return image
+
+
+class _Nowhere:
+    def write(self, data: memoryview) -> int:
+        return data.nbytes
+
+    def flush(self) -> None:
+        pass
+
+
+def _can_be_saved(value: Any) -> bool:
+    try:
+        torch.save(value, _Nowhere())  # type: ignore[arg-type]
+    except Exception:
+        return False
+    return True
 
 
 def _save(checkpoint: dict[str, Any], sink: _Sink) -> None:

@@ -382,7 +382,8 @@ class CheckpointStore:
 
     def _no_folder(self) -> NotADirectoryError:
         return NotADirectoryError(
-            f"dirpath={self.url!r} is a file, or lies under one: name a folder, or move the file away"
+            f"dirpath={self.url!r} or {_ATTEMPTS!r} in it is a file, or lies under one: name another folder, or move "
+            "the file away"
         )
 
     def delete(self, record: CheckpointRecord) -> None:
@@ -579,6 +580,8 @@ class CheckpointStore:
             with contextlib.suppress(Exception):
                 if backend.read(pending.name + RECORD_SUFFIX) == record.to_json():
                     backend.delete(pending.name + RECORD_SUFFIX)
+                    if marker is not None:
+                        backend.delete(pending.name + PENDING_SUFFIX)
             raise self._swept(pending)
         with contextlib.suppress(Exception):
             backend.delete(pending.name + PENDING_SUFFIX)
@@ -685,6 +688,9 @@ class CheckpointStore:
         Args:
             run_id: The run; a new one if the store has none of that name.
             parent: ``run_id`` of the run this one branched from, if any.
+
+        Raises:
+            NotADirectoryError: The folder, or ``attempts`` in it, is a file.
         """
         backend = self.backend
         noted = self._list_attempts()
@@ -705,6 +711,8 @@ class CheckpointStore:
                 backend.write(name, _to_json(attempt), owner=attempt.name, exclusive=True)
             except FileExistsError:
                 continue
+            except NotADirectoryError:
+                raise self._no_folder() from None
             self._numbers[run_id] = number
             self._noted = {*noted, f"{attempt.name}{RECORD_SUFFIX}"}
             self._names = self._unswept = None
@@ -1034,6 +1042,8 @@ def _checked_url(url: str | os.PathLike[str]) -> str:
             f"dirpath={shown!r} is a chain of filesystems, and a cache or an archive doesn't show at once what others "
             "write: name the store itself, e.g. 's3://bucket/run'"
         )
+    if start in ("file", "local") and not rest:
+        raise ValueError(f"dirpath={text!r} names no folder: write 'file:///folder'")
     if start in _UNFIT:
         raise ValueError(f"dirpath={shown!r} can't hold checkpoints: {_UNFIT[start]}")
     if not text.isprintable():

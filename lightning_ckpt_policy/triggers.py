@@ -18,6 +18,7 @@ defines ``due`` (and ``timed`` if ranks may disagree about it). There is nothing
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import signal
 from abc import ABC, abstractmethod
@@ -138,6 +139,11 @@ class Trigger(ABC):
     def adaptive(self) -> tuple[AdaptiveInterval, ...]:
         """Each `AdaptiveInterval` in it, which can say what it chose and why."""
         return ()
+
+    @property
+    def foreign(self) -> bool:
+        """Whether code from outside this package answers, which may do so differently on each rank."""
+        return type(self).__module__ != __name__
 
     def stops(self, now: Progress, since: Progress) -> bool:
         """Whether the fit is to end once what is due at ``now`` is saved and confirmed."""
@@ -684,6 +690,10 @@ class PhaseSchedule(Trigger):
     def adaptive(self) -> tuple[AdaptiveInterval, ...]:
         return tuple(dict.fromkeys(one for trigger in self._triggers for one in trigger.adaptive))
 
+    @property
+    def foreign(self) -> bool:
+        return any(trigger.foreign for trigger in self._triggers)
+
     def phase(self, progress: Progress) -> int:
         """The index of the phase that begins with, or holds, this moment."""
         return bisect_right(self._untils, getattr(progress, _BY[self.by]))
@@ -741,9 +751,10 @@ class When(Trigger):
 
     A plain function beside ``|`` or ``&``, or in a list of triggers, becomes this. With several ranks each of them
     asks, about the same ``now`` and ``since``, and also about moments to come: the answer must depend on these alone.
+    Where it doesn't, a rank that waits for the others says so and, shortly before the process group's timeout, fails.
 
     Raises:
-        ValueError: ``function`` can't be called, or is a class.
+        ValueError: ``function`` can't be called with two arguments, or is a class.
 
     >>> def loss_is_low(now, since):
     ...     return now.metrics.get("loss", 1.0) < 0.1
@@ -760,9 +771,22 @@ class When(Trigger):
                 f"function={shown(self.function)}: a function of (now, since) was expected; "
                 "write When(lambda now, since: now.step > 100)"
             )
+        try:
+            inspect.signature(self.function).bind(Progress(), Progress())
+        except TypeError as error:
+            raise ValueError(
+                f"function={shown(self.function)} can't be called with (now, since): {error}; "
+                "write When(lambda now, since: now.step > 100)"
+            ) from None
+        except ValueError:
+            pass  # it has no signature to look at
 
     @property
     def timed(self) -> bool:
+        return True
+
+    @property
+    def foreign(self) -> bool:
         return True
 
     def due(self, now: Progress, since: Progress) -> tuple[str, ...]:
@@ -803,6 +827,10 @@ class _TriggerGroup(Group[Trigger], Trigger):
     @property
     def adaptive(self) -> tuple[AdaptiveInterval, ...]:
         return tuple(dict.fromkeys(one for trigger in self.members for one in trigger.adaptive))
+
+    @property
+    def foreign(self) -> bool:
+        return any(trigger.foreign for trigger in self.members)
 
     def stops(self, now: Progress, since: Progress) -> bool:
         return any(trigger.stops(now, since) for trigger in self.members)

@@ -2,188 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.agreement import KINDS, STEPS_PER_EXCHANGE, lying, main, steps, train
 from lightning_ckpt_policy import AdaptiveInterval, AtSteps, EveryInterval, EveryNTrainSteps, OnSignal, PhaseSchedule
-from lightning_ckpt_policy.agreement import LISTEN_SECONDS, LISTEN_STEPS, Agreement, Report
-from lightning_ckpt_policy.interval import Measured, SaveCost
-from lightning_ckpt_policy.triggers import Progress, Trigger
-
-STEPS_PER_EXCHANGE = 32
-Clock = Callable[[float], float]
-
-
-class Waiting(Exception):
-    """A rank has come to the collective, and waits for the others."""
-
-
-class Rank:
-    def __init__(self, number: int, trigger: Trigger, clock: Clock) -> None:
-        self.agreement = Agreement(self.exchange, leads=number == 0, watches=trigger.timed, signals=trigger.signals)
-        self.trigger, self.clock = trigger, clock
-        self.since = Progress()
-        self.step = 0
-        self.arrived: dict[str, int] = {}
-        self.brought: Sequence[float] = ()
-        self.agreed: Sequence[float] | None = None
-
-    def exchange(self, values: Sequence[float]) -> Sequence[float]:
-        if self.agreed is None:
-            self.brought = values
-            raise Waiting
-        agreed, self.agreed = self.agreed, None
-        return agreed
-
-    def progress(self, steps: int = 0, seconds: float = 0.0) -> Progress:
-        time = self.agreement.time + seconds
-        return Progress(
-            step=self.step + steps,
-            time=time,
-            elapsed=time,
-            signals=self.agreement.signals,
-            measured=self.agreement.measured,
-        )
-
-    def due(self, steps: int = 0, seconds: float = 0.0) -> bool:
-        return bool(self.trigger.due(self.progress(steps, seconds), self.since))
-
-
-@dataclass
-class Outcome:
-    """At which steps something happened, and rank 0's clock after each step."""
-
-    clock: np.ndarray
-    saves: list[int] = field(default_factory=list)
-    exchanges: list[int] = field(default_factory=list)
-    heard: list[int] = field(default_factory=list)
-    in_vain: list[int] = field(default_factory=list)
-
-    def allowed(self) -> float:
-        """Exchanges: one per 32 steps on average, or one for a save if it comes sooner, and some to begin with."""
-        waits = np.diff([0, *self.saves, len(self.clock) - 1])
-        return float(np.maximum(waits / STEPS_PER_EXCHANGE, 1).sum()) + 6
-
-    def most_in_vain(self) -> float:
-        """How often a save was found to be still on its way, at most, for each doubling of the steps it took."""
-        waits = [*self.saves, len(self.clock) - 1]
-        counts = np.diff(np.searchsorted(self.in_vain, waits))
-        return float((counts / (1 + np.log2(1 + np.diff(waits)))).max(initial=0))
-
-    def lateness(self, interval: float, busy: float = 0.0) -> list[float]:
-        """How much later than rank 0 alone would have saved; 1 is the longest step since the save before, or 1 %."""
-        shares = []
-        for before, step in zip([0, *self.saves], self.saves, strict=False):
-            began = self.clock[before]
-            alone = int(np.searchsorted(self.clock, began + max(interval, busy)))
-            longest = float(np.diff(self.clock[before : max(step, alone) + 1]).max())
-            shares.append((self.clock[step] - self.clock[alone]) / max(longest, interval / 100))
-        return shares
-
-
-def train(
-    trigger: Trigger,
-    seconds: np.ndarray,
-    clocks: Sequence[Clock],
-    *,
-    signals: dict[int, list[tuple[int, str]]] | None = None,
-    confirm: float = 0.0,
-    slow: float = 1.0,
-    epoch: int = 10**9,
-) -> Outcome:
-    """Train with one rank per clock, steps of these seconds and saves that take ``confirm`` of rank 0's seconds.
-
-    One save in five takes ``slow`` times as long. The first step of each epoch of ``epoch`` steps includes what comes
-    before it.
-    """
-    ranks = [Rank(number, trigger, clock) for number, clock in enumerate(clocks)]
-    leader = ranks[0]
-    true = 0.0
-    outcome = Outcome(np.array([leader.clock(t) for t in np.concatenate([[0.0], np.cumsum(seconds)])]))
-    free_at = -math.inf
-    measured = Measured()
-
-    def exchange() -> None:
-        reports = [
-            Report(
-                clock=rank.clock(true),
-                busy=rank is leader and rank.clock(true) < free_at,
-                measured=measured if rank is leader else Measured(),
-                signals=rank.arrived,
-            )
-            for rank in ranks
-        ]
-        for rank, report in zip(ranks, reports, strict=True):
-            with contextlib.suppress(Waiting):
-                rank.agreement.exchange(report, rank.due)
-        agreed = np.array([rank.brought for rank in ranks]).max(axis=0).tolist()
-        for rank, report in zip(ranks, reports, strict=True):
-            rank.agreed = agreed
-            rank.agreement.exchange(report, rank.due)
-        outcome.exchanges.append(leader.step)
-        if not leader.agreement.free:
-            outcome.in_vain.append(leader.step)
-
-    def all_say(answers: list[bool]) -> bool:
-        assert len(set(answers)) == 1, f"the ranks disagree at step {leader.step}"
-        return answers[0]
-
-    if trigger.timed:
-        exchange()
-        for rank in ranks:
-            rank.since = rank.progress()
-    for step, duration in enumerate(seconds, start=1):
-        true += duration
-        if step % epoch == 1:
-            for rank in ranks:
-                rank.agreement.interrupted()
-        for number, name in (signals or {}).get(step, ()):
-            ranks[number].arrived[name] = ranks[number].arrived.get(name, 0) + 1
-        times = []
-        comes = []
-        for rank in ranks:
-            rank.step = step
-            comes.append(rank.agreement.tick(rank.clock(true)))
-            times.append(rank.agreement.time)
-        assert len(set(times)) == 1
-        assert times[0] >= leader.since.time
-        if all_say(comes):
-            exchange()
-        if leader.agreement.signals and not outcome.heard:
-            outcome.heard.append(step)
-        if not all_say([rank.due() for rank in ranks]):
-            continue
-        if all_say([rank.agreement.asks() for rank in ranks]):
-            exchange()
-        if not all_say([rank.agreement.free for rank in ranks]):
-            continue
-        outcome.saves.append(step)
-        free_at = leader.clock(true) + confirm * (slow if len(outcome.saves) % 5 == 0 else 1)
-        measured = Measured(cost=SaveCost(confirm=confirm), uptime=true)
-        for rank in ranks:
-            rank.since = rank.progress().captured(rank.since)
-            rank.agreement.saved(rank.due)
-    return outcome
-
-
-def steps(count: int, *, jitter: float = 0.1, stragglers: float = 0.0, drift: float = 0.0, seed: int = 1) -> np.ndarray:
-    """Seconds of so many steps of about one second, some of which take five, all slower by ``drift`` in the end."""
-    random = np.random.default_rng(seed)
-    seconds = random.gamma(jitter**-2, jitter**2, count) if jitter else np.ones(count)
-    seconds[random.random(count) < stragglers] *= 5
-    return np.asarray(seconds * np.linspace(1, 1 + drift, count))
-
-
-def lying(rate: float = 1.0, offset: float = 0.0, jump_at: float = math.inf, jump: float = 0.0) -> Clock:
-    return lambda true: offset + rate * true + (jump if true >= jump_at else 0.0)
-
+from lightning_ckpt_policy.agreement import LISTEN_SECONDS, LISTEN_STEPS
+from lightning_ckpt_policy.triggers import Trigger
 
 TRUE = lying()
 
@@ -204,11 +34,7 @@ def test_thousands_of_ranks_decide_alike() -> None:
 
 
 @pytest.mark.parametrize("interval", [33.0, 50.0, 64.0, 100.0, 200.0, 500.0, 1000.0])
-@pytest.mark.parametrize(
-    "kind",
-    [{"jitter": 0.0}, {}, {"drift": 1.0}, {"stragglers": 0.01}, {"jitter": 0.3}],
-    ids=["even", "jitter", "drift", "stragglers", "more jitter"],
-)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_deadlines_are_met_with_few_exchanges(interval: float, kind: dict[str, float]) -> None:
     count = int(max(4000, 8 * interval))
     outcome = train(EveryInterval(seconds=interval), steps(count, **kind), [TRUE])
@@ -297,3 +123,12 @@ def test_whatever_happens_ranks_decide_alike(data: st.DataObject, trigger: Trigg
         # where a due save waits for a slow one there is something to agree: it is asked for seldom, but asked for
         assert len(outcome.exchanges) - len(outcome.in_vain) <= outcome.allowed()
         assert outcome.most_in_vain() <= 2
+
+
+def test_the_table_says_that_ranks_agree(tmp_path: Path) -> None:
+    assert main(["--ranks", "3", "--steps", "200", "--out", str(tmp_path / "out.json")]) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["steps vary by"] for row in rows] == list(KINDS)
+    assert all(row["ranks"] == 3 and row["agreed"] and row["saves"] >= 2 for row in rows)
+    assert all(0 < row["collectives"] <= row["allowed"] for row in rows)
+    assert all(0 < row["signal"] <= LISTEN_STEPS for row in rows)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import pickle
+import shutil
 import threading
 import time
 import warnings
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, Trainer, strategies
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 
@@ -460,6 +462,29 @@ def test_case_13_a_write_that_fails_costs_that_checkpoint_alone(tmp_path: Path, 
     ]
     for record in records(tmp_path):
         used.store.verify(record)
+
+
+@pytest.mark.parametrize("removed", ["payload", "marker", "folder"])
+def test_what_someone_removes_while_it_is_written_costs_that_checkpoint_alone(
+    tmp_path: Path, drained: None, monkeypatch: pytest.MonkeyPatch, removed: str
+) -> None:
+    original = LocalBackend.write_payload
+
+    def write_payload(self: LocalBackend, name: str, *args: Any) -> None:
+        original(self, name, *args)
+        if name == "step-0000000004.ckpt":
+            if removed == "folder":
+                shutil.rmtree(self.root)
+            else:
+                os.remove(self.path(name if removed == "payload" else f"{name}.pending"))
+
+    monkeypatch.setattr(LocalBackend, "write_payload", write_payload)
+    with pytest.warns(UserWarning, match=r"step 4 could not be saved.*removed by someone else"):
+        fit(tmp_path, policy(tmp_path, EveryNTrainSteps(2)), max_steps=8)
+    assert steps(tmp_path) == [6, 8] if removed == "folder" else [2, 6, 8]
+    for record in records(tmp_path):
+        CheckpointStore(tmp_path / "ckpt").verify(record)
+    assert not list((tmp_path / "ckpt").glob("*.pending"))
 
 
 def test_case_14_a_fit_whose_only_save_fails_ends_with_an_error(tmp_path: Path, writes: Faults) -> None:
@@ -1134,15 +1159,27 @@ def test_a_checkpoint_io_it_cannot_work_with_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, policy(tmp_path, AtSteps([3])), plugins=[StockAsyncCheckpointIO()])
 
 
-def test_a_strategy_it_cannot_work_with_is_refused(tmp_path: Path) -> None:
-    from lightning.pytorch.strategies import SingleDeviceStrategy
+class OwnStrategy(strategies.SingleDeviceStrategy):
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None: ...
 
-    class Own(SingleDeviceStrategy):
-        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            super().save_checkpoint(*args, **kwargs)
 
-    with pytest.raises(ValueError, match=r"strategy=Own.*ddp"):
-        fit(tmp_path, policy(tmp_path, AtSteps([3])), strategy=Own(device=torch.device("cpu")))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        OwnStrategy,
+        strategies.FSDPStrategy,
+        strategies.ModelParallelStrategy,
+        strategies.DeepSpeedStrategy,
+        strategies.XLAStrategy,
+        strategies.SingleDeviceXLAStrategy,
+    ],
+)
+def test_a_strategy_it_cannot_work_with_is_refused(tmp_path: Path, kind: type[strategies.Strategy]) -> None:
+    used = policy(tmp_path, AtSteps([3]))
+    trainer = Trainer(callbacks=[used], accelerator="cpu", logger=False)
+    trainer._accelerator_connector.strategy = object.__new__(kind)  # some can't be made without their package
+    with pytest.raises(ValueError, match=f"strategy={kind.__name__} saves checkpoints in its own way.*ddp"):
+        used.setup(trainer, Net(), "fit")
 
 
 def test_a_custom_retention_and_trigger(tmp_path: Path, drained: None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
 import random
 import warnings
 from collections.abc import Iterator
@@ -367,6 +369,25 @@ def test_limit_a_plain_loader_in_the_middle_of_an_epoch_sees_other_data(tmp_path
 def test_limit_random_augmentation_in_workers_differs(tmp_path: Path) -> None:
     whole, _, second = interrupted_and_resumed(tmp_path, 13, 15, train=partial(stateful, Augmented, num_workers=2))
     assert second.batches != whole.batches[13:]
+
+
+class Placed(Net):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["folder"] = Path("data")
+
+
+def test_limit_state_of_a_class_that_is_not_trusted_needs_weights_only_false(tmp_path: Path) -> None:
+    fit(tmp_path, CheckpointPolicy(tmp_path / "ckpt", EveryNTrainSteps(4)), model=Placed, max_epochs=1)
+    options = inspect.signature(Trainer.fit).parameters
+    if "weights_only" in options:  # else Lightning trusts what it loads
+        with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+            fit(tmp_path, CheckpointPolicy(tmp_path / "ckpt"), model=Placed, ckpt_path="last")
+    trainer = Trainer(
+        max_epochs=2, logger=False, enable_progress_bar=False, callbacks=[CheckpointPolicy(tmp_path / "ckpt")]
+    )
+    trusted: Any = {"weights_only": False} if "weights_only" in options else {}
+    trainer.fit(Placed(), loader(), ckpt_path="last", **trusted)
+    assert trainer.global_step == 20
 
 
 class Stream(IterableDataset[torch.Tensor]):

@@ -100,6 +100,21 @@ def test_so_many_deletes_run_at_once_and_one_in_trouble_stops_no_other(
     gate.set()
 
 
+def test_a_rule_that_fails_deletes_nothing_and_is_told_of(tmp_path: Path) -> None:
+    class Broken(KeepLast):
+        def keep(self, *args: object, **options: object) -> object:  # type: ignore[override]
+            raise ZeroDivisionError("of the rule")
+
+    store = CheckpointStore(tmp_path)
+    records = [save(store, step) for step in (1, 2, 3)]
+    writer = BackgroundWriter()
+    ledger = Ledger(store, store.start_attempt("run"), Broken(1), records, frozenset(), writer, "step-{step:010d}")
+    ledger.prune()
+    assert writer.drain(30)
+    assert [str(event.error) for event in ledger.events] == ["of the rule"]
+    assert store.records() == records
+
+
 def test_a_note_that_comes_too_late_brings_no_record_back(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     first, second = (save(store, step) for step in (1, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ def test_parse_ckpt_path_has_the_expected_arguments() -> None:
 def test_strategies_save_through_the_checkpoint_io(strategy: type[Strategy]) -> None:
     assert strategy.save_checkpoint is Strategy.save_checkpoint, CHANGED + f"{strategy.__name__}.save_checkpoint"
     assert strategy.checkpoint_io is Strategy.checkpoint_io, CHANGED + f"{strategy.__name__}.checkpoint_io"
+
+
+def test_a_strategy_tells_its_timeout() -> None:
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=7)), logger=False)
+    assert _lightning.group_timeout(trainer) == 7, CHANGED + "DDPStrategy._timeout"
 
 
 def test_the_loop_tells_where_a_batch_stands(tmp_path: Path) -> None:

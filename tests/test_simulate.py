@@ -315,6 +315,9 @@ def test_bad_job(values: dict[str, Any], start: str) -> None:
 def test_a_simulation_without_an_end() -> None:
     with pytest.raises(ValueError, match=r"^duration=inf: without uptimes a finite number"):
         simulate(JOB, EveryNTrainSteps(1), KeepAll())
+    for duration in (0, -1, float("nan"), "x"):
+        with pytest.raises(ValueError, match=r"^duration=.*: a number of seconds above 0 was expected"):
+            simulate(JOB, EveryNTrainSteps(1), KeepAll(), duration=duration)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^duration=inf: an attempt that never fails"):
         simulate(JOB, EveryNTrainSteps(1), KeepAll(), uptimes=[math.inf])
 

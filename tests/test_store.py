@@ -22,7 +22,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from lightning_ckpt_policy import backends
 from lightning_ckpt_policy.backends import LocalBackend
@@ -499,6 +501,7 @@ def test_relative_and_home_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         ("/a/memory:", "write 'memory://'"),
         ("s3://", "names no bucket"),
         ("gs:///", "names no bucket"),
+        ("file://", "names no folder"),
         ("simplecache::s3://a/b", "chain"),
         ("zip://a.zip::memory://b", "chain"),
         ("zip://a.zip", "archive"),
@@ -544,6 +547,31 @@ def test_a_folder_under_a_file(tmp_path: Path) -> None:
     for use in (store.records, store.check):
         with pytest.raises(NotADirectoryError, match=r"dirpath=.*is a file, or lies under one"):
             use()
+
+
+def test_attempts_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "attempts").write_bytes(b"mine")
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(NotADirectoryError, match=r"dirpath=.* or 'attempts' in it is a file"):
+        store.start_attempt("run")
+    assert (tmp_path / "attempts").read_bytes() == b"mine"
+
+
+class Folders(LocalFileSystem):
+    """Of a protocol that isn't known; makes no folder by itself."""
+
+    protocol = "folders"
+    cachable = False
+
+
+def test_a_filesystem_that_is_not_known_and_has_folders(tmp_path: Path) -> None:
+    fsspec.register_implementation("folders", Folders, clobber=True)
+    store = CheckpointStore(f"folders://{tmp_path}/new/run")
+    store.check()
+    store.start_attempt("run")
+    record = save(store, 1)
+    store.verify(record)
+    assert [attempt.number for attempt in store.attempts()] == [1]
 
 
 @pytest.mark.parametrize("op", ["os.fsync", "close"])

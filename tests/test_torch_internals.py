@@ -28,6 +28,14 @@ def test_hooks_that_step_in_the_backward_pass_are_seen() -> None:
     assert not _torch.changes_in_backward(parameter)
 
 
+def test_a_store_tells_what_is_in_it_and_what_is_not() -> None:
+    store = torch.distributed.HashStore()
+    store.set("there", "")
+    assert _torch.is_set_within(store, "there", 9)
+    assert not _torch.is_set_within(store, "not there", 0.01)
+    assert callable(torch.distributed.distributed_c10d._get_default_store)
+
+
 class Sink:
     def __init__(self) -> None:
         self.writes: list[Any] = []

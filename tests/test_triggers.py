@@ -209,6 +209,18 @@ def test_timed(trigger: Trigger, timed: bool) -> None:
     assert trigger.timed is timed
 
 
+class Mine(Trigger):
+    def due(self, now: Progress, since: Progress) -> tuple[str, ...]:
+        return ()
+
+
+@pytest.mark.parametrize("trigger", [When(always), Mine(), STEPS | always, PhaseSchedule([(5, STEPS), (None, Mine())])])
+def test_code_of_the_users_own_is_told_from_this_packages(trigger: Trigger) -> None:
+    assert trigger.foreign
+    assert (trigger & STEPS).foreign
+    assert not (STEPS | PHASES | HALF_HOUR).foreign
+
+
 def test_monitors_and_signals_of_the_whole_tree() -> None:
     tree = STEPS | LOWER & TERM | PhaseSchedule([(5, HIGHER), (None, OnSignal("SIGUSR1"))])
     assert tree.monitors == (("loss", "min"), ("acc", "max"))
@@ -476,7 +488,7 @@ def test_plain_functions_on_either_side() -> None:
 
 def test_repr_of_a_function_has_no_address_where_it_has_a_name() -> None:
     assert repr(When(always)) == f"When({__name__}.always)"
-    assert repr(When([].append)).startswith("When(<built-in method append")  # type: ignore[arg-type]
+    assert repr(When({}.get)).startswith("When(<built-in method get")  # type: ignore[arg-type]
     assert "Never object" in repr(When(Never()))
 
 
@@ -738,6 +750,7 @@ def test_bad_steps(bad: Any, parts: tuple[str, ...]) -> None:
         ({"hours": True}, "hours=True: a finite number"),
         ({"hours": "1h"}, "hours='1h': a finite number"),
         ({"hours": 10**400}, "hours=1000"),
+        ({"seconds": 1e-310}, "hours=0.0, minutes=0.0, seconds=1e-310: a finite interval of at least 1e-06 s was exp"),
         ({"hours": 1e308}, "hours=1e+308, minutes=0.0, seconds=0.0: a finite interval"),
     ],
 )
@@ -755,6 +768,7 @@ def test_bad_interval(bad: dict[str, Any], start: str) -> None:
         (lambda: OnImprovement("loss", "low"), "mode='low': 'min' or 'max' was expected"),
         (lambda: OnImprovement("loss", min_delta=-1), "min_delta=-1: a finite number of at least 0 was expected"),
         (lambda: OnImprovement("loss", min_delta=NAN), "min_delta=nan: a finite number"),
+        (lambda: When(lambda now: True), "function=<function"),
         (lambda: OnSignal([]), "signals=[]: at least one signal was expected; write OnSignal(['SIGTERM'])"),
         (lambda: OnSignal(15), "signals=15: at least one signal was expected"),
         (lambda: OnSignal([15]), "signals=15: the name of a signal was expected"),

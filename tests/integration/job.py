@@ -10,7 +10,9 @@ import atexit
 import functools
 import json
 import os
+import resource
 import signal
+import subprocess
 import threading
 import time
 import traceback
@@ -35,7 +37,8 @@ RULES = {name: getattr(lightning_ckpt_policy, name) for name in lightning_ckpt_p
 
 
 class Disturb(Callback):
-    """Slows each batch down, and raises, kills the process or sends it a signal in the batch after a step."""
+    """Slows each batch down, and raises, kills the process, sends it a signal or fills its disk in the batch after a
+    step."""
 
     def __init__(self, seconds: float, crash_at: int | None, crash_rank: int | None, how: str, where: str) -> None:
         self.seconds, self.crash_at, self.crash_rank, self.how = seconds, crash_at, crash_rank, how
@@ -58,7 +61,31 @@ class Disturb(Callback):
                 self.crash_at = None
                 os.kill(os.getpid(), signal.SIGTERM if self.how == "sigterm" else signal.SIGUSR1)
                 return
+            if self.how == "sigterm to all":  # of the process group, as from elsewhere
+                self.crash_at = None
+                subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], start_new_session=True, check=True)
+                return
+            if self.how == "full":
+                self.crash_at = None
+                limit_files(0)
+                return
             raise RuntimeError(f"rank {trainer.global_rank} at step {trainer.global_step}")
+
+
+class Total(Callback):
+    """Adds up what its rank has seen."""
+
+    def __init__(self) -> None:
+        self.seen = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.seen += float(batch.sum())
+
+    def rank_state_dict(self) -> dict[str, float]:
+        return {"seen": self.seen}
+
+    def load_rank_state_dict(self, state: dict[str, float]) -> None:
+        self.seen = state["seen"]
 
 
 class Meddle(Callback):
@@ -120,16 +147,19 @@ class Follow(Callback):
         self.collectives.trainer = trainer
 
 
-def disturb_writes(seconds: float, fail: bool) -> None:
+def slow_writes_down(seconds: float) -> None:
     original = LocalBackend.write_payload
 
     def write_payload(backend: LocalBackend, name: str, *rest: Any) -> None:
         time.sleep(seconds)
-        if fail:
-            raise PermissionError("the store refuses")
         original(backend, name, *rest)
 
     LocalBackend.write_payload = write_payload  # type: ignore[method-assign, assignment]
+
+
+def limit_files(size: int) -> None:
+    """Let every write of this process past ``size`` bytes of a file fail, as on a full disk; -1 lets none fail."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def raise_error(*_: object) -> None:
@@ -144,17 +174,19 @@ def main() -> None:
     parser.add_argument("--retention", default="KeepLast(2)")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--loader", default="stateful", choices=["stateful", "plain"])
+    parser.add_argument("--workers", type=int, default=0, help="of the loader")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.add_argument("--crash-at", type=int)
     parser.add_argument("--crash-rank", type=int)
-    parser.add_argument("--crash-how", default="raise", choices=["raise", "kill", "sigterm", "handler"])
+    parser.add_argument(
+        "--crash-how", default="raise", choices=["raise", "kill", "sigterm", "sigterm to all", "handler", "full"]
+    )
     parser.add_argument("--crash-where", default="training", choices=["training", "validation"])
     parser.add_argument("--lying-clock", type=int, help="rank whose clock runs slow and jumps")
     parser.add_argument("--no-policy", action="store_true")
     parser.add_argument("--write-seconds", type=float, default=0.0, help="slows each payload's write down")
-    parser.add_argument("--fail-writes", action="store_true", help="lets each payload's write fail")
     parser.add_argument("--group-timeout", type=float, default=1800.0, help="of the process group, seconds")
     parser.add_argument("--drain", action="store_true", help="confirms each save before training goes on")
     parser.add_argument("--meddle-at", type=int, default=-1, help="changes weights before the batch after this step")
@@ -162,7 +194,7 @@ def main() -> None:
     snapshot.DEFER_BYTES = 1  # let this small state be copied in the background too
     if args.drain:
         drain_each_save(pytest.MonkeyPatch())
-    disturb_writes(args.write_seconds, args.fail_writes)
+    slow_writes_down(args.write_seconds)
     rank = int(os.environ.get("LOCAL_RANK", 0))
     if rank == args.lying_clock:
         callback.time = Clock()  # type: ignore[attr-defined]
@@ -172,11 +204,11 @@ def main() -> None:
 
     policy = CheckpointPolicy(
         args.url or args.root / "ckpt",
-        eval(args.trigger, dict(RULES)),
+        eval(args.trigger, {**RULES, "rank": rank}),
         eval(args.retention, dict(RULES)),
     )
     distributed: dict[str, Any] = {}
-    train = partial(loader, args.loader, batches=10 * args.devices)
+    train = partial(loader, args.loader, batches=10 * args.devices, num_workers=args.workers)
     if args.devices > 1:
         distributed = {
             "strategy": DDPStrategy(timeout=timedelta(seconds=args.group_timeout)),
@@ -184,8 +216,10 @@ def main() -> None:
         }
         if args.loader == "stateful":
             sampler = DistributedSampler(Rows(40 * args.devices), args.devices, rank, seed=3)
-            train = partial(StatefulDataLoader, sampler.dataset, batch_size=4, sampler=sampler)
-    collectives = Collectives()
+            train = partial(
+                StatefulDataLoader, sampler.dataset, batch_size=4, sampler=sampler, num_workers=args.workers
+            )
+    collectives, total = Collectives(), Total()
     atexit.register(lambda: print(f"HANDLER {rank} {signal.getsignal(signal.SIGTERM) == handler}", flush=True))
     observer = fit(
         args.root,
@@ -197,15 +231,18 @@ def main() -> None:
         callbacks=[
             Disturb(args.step_seconds, args.crash_at, args.crash_rank, args.crash_how, args.crash_where),
             Meddle(args.meddle_at),
+            total,
             Follow(collectives),
         ],
         max_epochs=args.epochs,
         devices=args.devices,
         **distributed,
     )
+    limit_files(-1)
     trainer: Trainer = observer.trainer  # type: ignore[attr-defined]
     (args.root / f"collectives-{rank}.json").write_text(json.dumps(collectives.calls))
-    torch.save({**observer.final, "batches": observer.batches}, args.root / f"final-{trainer.global_rank}.pt")
+    ended = {**observer.final, "batches": observer.batches, "total": total.seen}
+    torch.save(ended, args.root / f"final-{trainer.global_rank}.pt")
 
 
 if __name__ == "__main__":

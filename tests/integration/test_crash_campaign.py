@@ -71,6 +71,13 @@ def test_case_19_a_short_campaign_loses_nothing(tmp_path: Path) -> None:
     assert results["kills_by_moment"].keys() >= OPERATIONS
 
 
+def test_a_short_campaign_on_two_ranks_loses_nothing(tmp_path: Path) -> None:
+    results = campaign(tmp_path, "--devices", "2", "--kills", "8", "--seed", "1", "--parallel", "1")
+    assert results["kills_of_ranks"].keys() == {"0", "1", "0 and 1"}
+    assert results["kills_at_a_random_moment"] >= 1
+    assert results["saves_confirmed"] >= 5
+
+
 def test_a_short_campaign_against_a_server_that_is_killed_too(
     tmp_path: Path, server_of: Callable[[str], Server]
 ) -> None:
@@ -88,6 +95,8 @@ def test_a_plan_follows_from_the_seed_and_reaches_every_moment() -> None:
     plans = [campaign.make_plan(3, number, catalogue) for number in range(80)]
     assert plans == [campaign.make_plan(3, number, catalogue) for number in range(80)]
     assert plans != [campaign.make_plan(4, number, catalogue) for number in range(80)]
+    ranks = [campaign.make_plan(3, number, catalogue, devices=3) for number in range(80)]
+    assert {cut.ranks for plan in ranks for cut in plan.cuts} == {(0,), (1,), (2,), (0, 1, 2)}
     points = {(cut.where, cut.phase) for plan in plans if not plan.overlap for cut in plan.cuts}
     assert points >= {(where, phase) for where in catalogue for phase in ("before", "during", "after")}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_ckpt_policy import CheckpointError, CheckpointPolicy, CheckpointStore, EveryNTrainSteps, callback
 from tests.integration.helpers import final, finish, run, start
-from tests.models import differences, fit
+from tests.models import Net, differences, fit
 
 pytestmark = pytest.mark.timeout(240)
 TWO = ("--devices", "2")
@@ -49,7 +50,7 @@ def noted(root: Path, rank: int) -> list[tuple[int, str, str, bool]]:
 @pytest.mark.parametrize(
     ("trigger", "loader"),
     [
-        ("EveryNTrainSteps(4)", "stateful"),
+        ("EveryNTrainSteps(4) | (lambda now, since: now.step % 5 == 0)", "stateful"),
         ("EveryInterval(seconds=0.05)", "stateful"),
         ("EveryNEpochs(1)", "stateful"),
         ("EveryNEpochs(1)", "plain"),
@@ -85,6 +86,22 @@ def test_a_signal_to_one_rank_stops_all_of_them(tmp_path: Path, undisturbed: Cal
     assert record.world_size == 2
     assert [attempt.status for attempt in store.attempts()] == ["stopped"]
     run(tmp_path, *TWO, *trigger)
+    for each in (0, 1):
+        expected, resumed = final(undisturbed("stateful"), each), final(tmp_path, each)
+        assert differences({**expected, "batches": 0}, {**resumed, "batches": 0}) == []
+
+
+def test_case_09_a_signal_to_the_whole_process_group_with_workers(
+    tmp_path: Path, undisturbed: Callable[[str], Path]
+) -> None:
+    options = (*TWO, "--trigger", "AtSteps([1000]) | OnSignal('SIGTERM', stop=True)", "--workers", "2")
+    output = run(tmp_path, *options, "--crash-at", "13", "--crash-how", "sigterm to all", "--crash-rank", "1")
+    assert "DataLoader worker" not in output
+    store = CheckpointStore(str(tmp_path / "ckpt"))
+    (record,) = store.records()
+    store.verify(record)
+    assert [attempt.status for attempt in store.attempts()] == ["stopped"]
+    run(tmp_path, *options)
     for each in (0, 1):
         expected, resumed = final(undisturbed("stateful"), each), final(tmp_path, each)
         assert differences({**expected, "batches": 0}, {**resumed, "batches": 0}) == []
@@ -172,11 +189,36 @@ def test_no_rank_waits_in_a_collective_for_a_slow_store(tmp_path: Path) -> None:
     assert newest.step == 10
 
 
-def test_a_store_that_fails_ends_all_ranks_together(tmp_path: Path) -> None:
-    slowly = ("--step-seconds", "0.05")  # a save has failed before the next one is due
-    output = run(tmp_path, *TWO, *slowly, "--fail-writes", "--trigger", "EveryNTrainSteps(4)", expect=1)
+def test_a_full_disk_of_rank_0_ends_all_ranks_together(tmp_path: Path, undisturbed: Callable[[str], Path]) -> None:
+    full = ("--crash-at", "9", "--crash-how", "full", "--crash-rank", "0")
+    output = run(tmp_path, *TWO, "--drain", *full, expect=1)
     assert "3 saves in a row failed" in output
     assert "CheckpointSaveError: rank 0: CheckpointSaveError" in output  # of the same kind everywhere
+    store = CheckpointStore(str(tmp_path / "ckpt"))
+    assert [record.step for record in store.records()] == [4, 8]
+    run(tmp_path, *TWO)
+    for rank in (0, 1):
+        assert (
+            differences({**final(undisturbed("stateful"), rank), "batches": 0}, {**final(tmp_path, rank), "batches": 0})
+            == []
+        )
+
+
+def test_a_full_disk_of_another_rank_makes_no_difference(tmp_path: Path, undisturbed: Callable[[str], Path]) -> None:
+    run(tmp_path, *TWO, "--crash-at", "1", "--crash-how", "full", "--crash-rank", "1")
+    newest = CheckpointStore(str(tmp_path / "ckpt")).latest()
+    assert newest is not None
+    assert newest.step == 30
+    for rank in (0, 1):
+        assert differences(final(undisturbed("stateful"), rank), final(tmp_path, rank)) == []
+
+
+def test_a_function_that_answers_differently_on_the_ranks_is_an_error(tmp_path: Path) -> None:
+    trigger = ("--trigger", "AtSteps([99]) | (lambda now, since: now.step == 4 + rank)", "--group-timeout", "10")
+    output = run(tmp_path, *TWO, *trigger, expect=None)
+    told = r"rank 0 is to save at step 4, and rank 1 didn't come to that within"
+    assert re.search(f"CheckpointPolicy: by trigger=.* {told} 4.5 s", output)  # a warning
+    assert re.search(f"CheckpointError: by trigger=.* {told} 9 s", output)
 
 
 # What isn't to be used like that
@@ -189,6 +231,31 @@ class LoadAlone(Callback):
         (used,) = (one for one in trainer.callbacks if isinstance(one, CheckpointPolicy))
         if trainer.global_rank == 1:
             trainer.strategy.load_checkpoint(used.last_model_path)
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class Mean(Callback):
+    """Notes BatchNorm's running mean where a fit begins and ends."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def note(self, trainer: Trainer, pl_module: Any) -> None:
+        with self.file.open("a") as file:
+            print(json.dumps(pl_module.body[1].running_mean.tolist()), file=file)
+
+    on_train_start = on_train_end = note
 
 
 def never(number: int, now: Any, since: Any) -> bool:
@@ -217,6 +284,16 @@ def main(root: Path) -> None:
     attempt("number", *(CheckpointPolicy(root / str(number)) for number in range(1 + rank)))
     attempt("options", CheckpointPolicy(folder, storage_options={"key": "hidden", "token": "hidden"} if rank else None))
     attempt("strategy", CheckpointPolicy(folder), strategy=ModelParallelStrategy())
+    mean = Mean(root / f"means-{rank}")
+    for epochs in (1, 2):
+        attempt(
+            "manual",
+            CheckpointPolicy(root / "manual"),
+            model=Manual,
+            callbacks=[mean],
+            max_epochs=epochs,
+            ckpt_path="last",
+        )
     own.mkdir()
     os.chdir(own)
     callback._SHARED_WITHIN = 0.5
@@ -245,6 +322,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "dirpath",
             "ValueError: dirpath differs between the ranks: '{root}/own-0' on rank 0, '{root}/own-1' on rank 1.",
         ),
+        ("manual", "fine"),
         ("number", "ValueError: the number of CheckpointPolicy callbacks differs between the ranks: 1 on rank 0, 2 on"),
         ("options", "ValueError: storage_options differs between the ranks: [] on rank 0, ['key', 'token'] on rank 1."),
         ("strategy", "ValueError: strategy=ModelParallelStrategy saves checkpoints in its own way"),
@@ -261,6 +339,14 @@ def test_what_ranks_are_told(outcomes: Path, name: str, told: str) -> None:
         assert outcome.startswith(told.format(root=outcomes)), outcome
         assert "hidden" not in outcome
         assert ("so this can't be resumed" in outcome) == (name == "apart" and rank == 0)
+
+
+def test_a_resume_gives_all_ranks_the_buffers_of_rank_0(outcomes: Path) -> None:
+    """Of a BatchNorm in manual optimization, in which DDP doesn't keep them alike."""
+    means = [[json.loads(line) for line in (outcomes / f"means-{rank}").read_text().splitlines()] for rank in (0, 1)]
+    (_, ended_0, resumed_0, _), (_, ended_1, resumed_1, _) = means
+    assert ended_0 != ended_1
+    assert resumed_0 == resumed_1 == ended_0
 
 
 if __name__ == "__main__":
