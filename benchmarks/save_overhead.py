@@ -4,6 +4,7 @@
     python benchmarks/save_overhead.py --url s3://bucket/folder --storage-options '{"anon": false}' --device cuda
     python benchmarks/save_overhead.py --sweep --max-size 1GiB
     python benchmarks/save_overhead.py --devices 2
+    python benchmarks/save_overhead.py --servers --size 256MiB --every 4 --batch-size 8
 
 The same training (MLP blocks, AdamW, one device or several with DDP) runs without saving and with each way of saving,
 each run in a fresh process, in turns over several rounds. Ratios are taken within a round. The variants:
@@ -15,6 +16,10 @@ each run in a fresh process, in turns over several rounds. Ratios are taken with
     dcp_reused   the same with a stager that is kept, so that its memory is reused
     eager        CheckpointPolicy(snapshot="eager")
     overlapped   CheckpointPolicy(snapshot="overlapped")
+
+With ``--servers`` stock and overlapped save to servers on 127.0.0.1 that speak the protocols of S3, GCS and Azure (see
+tests/servers.py), each run to a fresh one. Training takes one core there, and waits in each batch after one at which a
+save is due until that is written, so that both ways of saving have the machine for themselves.
 
 All keep every checkpoint. The package and DCP see to it that what they report as saved is on the disk, stock doesn't.
 On a GPU every batch ends with a synchronization, in each variant.
@@ -33,6 +38,7 @@ What is measured, from outside and in the same way for each variant:
               hooks and Python's background threads: less noise, but without the helper threads of torch's operations
     memory    highest resident memory over that of the run without saving, as a multiple of the state
     write     the state's bytes by the duration of the call that writes it, serialization included
+    saved     from the end of the batch at which a save is due until it is written
 """
 
 from __future__ import annotations
@@ -41,6 +47,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import itertools
 import json
@@ -107,12 +114,16 @@ COSTS = {
     "saving_cpu": ("saving only, s/GiB", 1.0),
     "memory": ("memory, × state", 1.0),
     "write": ("write, MiB/s", 1 / MIB),
+    "saved": ("saved, s", 1.0),
     "held_to_overlapped": ("held ÷ overlapped's", 1.0),
     "held_to_copy": ("held ÷ bare copy", 1.0),
     "slow_down_to_stock_async": ("slow-down ÷ stock_async's", 1.0),
     "saving_cpu_to_stock": ("saving CPU ÷ stock's", 1.0),
     "write_to_plain": ("write ÷ plain write", 1.0),
+    "saved_to_stock": ("saved ÷ stock's", 1.0),
 }
+SERVED = ("saved", "saved_to_stock", "write", "memory", "saving_cpu", "held")
+CLIENTS = ("s3fs", "gcsfs", "adlfs")
 AXES = {"size": "bytes of state", "tensors": "parameter tensors", "records": "records in the store"}
 SWEPT = {"held": ("held, ms", 1e3), "idle": ("idle, µs/batch", 1e6), "start": ("start of a fit, ms", 1e3)}
 
@@ -169,6 +180,7 @@ class Meter(Callback):
         self.timer = timer
         self.pause = pause
         self.starts: list[float] = []
+        self.ends: list[float] = []
         self.hooks: list[float] = []
 
     def mark(self) -> None:
@@ -189,6 +201,7 @@ class Meter(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if pl_module.device.type == "cuda":  # else a hook that waits for the device seems to have held it
             torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())  # whatever saves comes after this
 
     def on_train_end(self, *args: Any) -> None:
         self.mark()
@@ -342,6 +355,8 @@ def fit(job: dict[str, Any], pause: Callable[[int, bool], None], ckpt_path: str 
         enable_model_summary=False,
     )
     torch.manual_seed(1)
+    if job["drained"]:
+        torch.set_num_threads(1)  # those of a step spin for a while after it
     model = Blocks(job["size"], job["tensors"])
     batches = [torch.randn(job["batch_size"], model.width)] * (job["steps"] + 1)
     trainer.fit(model, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
@@ -365,6 +380,10 @@ def training(job: dict[str, Any]) -> dict[str, Any]:
     watch = GilWatch()
 
     def pause(step: int, after_barrier: bool) -> None:
+        until = time.perf_counter() + CHILD_TIMEOUT
+        wanted = step // every if job["drained"] and after_barrier and variant != "none" else 0
+        while len(writes) < wanted and time.perf_counter() < until:
+            time.sleep(0.002)
         if job["gil"] and step and step % every == 0:
             watch.watching = True
             # what a save does in the background before the barrier, and after it
@@ -432,6 +451,7 @@ def training(job: dict[str, Any]) -> dict[str, Any]:
         "loop_seconds": starts[-1] - starts[0],
         "total_seconds": returned - starts[0],
         "write_seconds": [end - began for began, end in writes],
+        "saved_seconds": [end - meter.ends[first] for first, (_, end) in zip(due, writes, strict=True)],
         "cpu_seconds": cpu,
         "saving_cpu_seconds": meter.timer.cpu_seconds - meter.hook_cpu_began + thread_seconds(),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -527,6 +547,10 @@ def child() -> None:
 
 def plan(args: argparse.Namespace, number: int, local: bool) -> list[dict[str, Any]]:
     """The runs of a round, in order: how the job of each differs from the usual one."""
+    if args.servers is not None:
+        order = ["stock", "overlapped"][:: -1 if number % 2 else 1]
+        served = [{"server": name, "variant": variant, "drained": True} for name in args.servers for variant in order]
+        return [{"group": "main", **changes} for changes in ({"variant": "none", "drained": True}, *served)]
     if args.sweep is not None:
         ranges = {
             "size": (args.min_size, args.max_size, 4),
@@ -573,6 +597,21 @@ def run(job: dict[str, Any], base: str, local: bool) -> dict[str, Any]:
     return result
 
 
+def run_served(job: dict[str, Any], name: str) -> dict[str, Any]:
+    """As `run`, with the tests' server of that name, started for it."""
+    with tests_servers().SERVERS[name]() as server:
+        return run({**job, "storage_options": server.options()}, server.bucket, local=False)
+
+
+def tests_servers() -> Any:
+    """The tests' module of servers."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    try:
+        return importlib.import_module("tests.servers")
+    finally:
+        sys.path.pop(0)
+
+
 def clear(url: str, local: bool, options: dict[str, Any]) -> None:
     """Remove what a run saved, and let the disk come to rest."""
     if local:
@@ -611,6 +650,7 @@ def figures(runs: dict[tuple[str, str], dict[str, Any]]) -> dict[str, dict[str, 
             mine["held_to_copy"] = mine["held"] / copy
             mine["saving_cpu"] = one["saving_cpu_seconds"] / gib
             mine["write"] = state / statistics.median(one["write_seconds"])
+            mine["saved"] = statistics.median(one["saved_seconds"])
             mine["write_to_plain"] = mine["write"] * write / state
         if none is not None:
             mine["loop"] = one["loop_seconds"] / none["loop_seconds"]
@@ -619,7 +659,7 @@ def figures(runs: dict[tuple[str, str], dict[str, Any]]) -> dict[str, dict[str, 
         if none is not None and saves:
             mine["slow_down"] = (one["loop_seconds"] - none["loop_seconds"]) / saves
             mine["cpu"] = (one["cpu_seconds"] - none["cpu_seconds"]) / gib
-    for name, of in (("held", "overlapped"), ("slow_down", "stock_async"), ("saving_cpu", "stock")):
+    for name, of in (("held", "overlapped"), ("slow_down", "stock_async"), ("saving_cpu", "stock"), ("saved", "stock")):
         for mine in found.values():
             if name in mine and found[of].get(name, 0.0) > 0:
                 mine[f"{name}_to_{of}"] = mine[name] / found[of][name]
@@ -636,6 +676,21 @@ def summarize(each: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 def summary(args: argparse.Namespace, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for each variant, or for each point of a sweep."""
     good = [one for one in runs if "error" not in one["result"]]
+    if args.servers is not None:
+        with torch.device("meta"):
+            state = {"state_bytes": Blocks(args.size, args.tensors).state_bytes}
+        rows = []
+        for name in args.servers:
+            each = []
+            for number in range(args.rounds):
+                mine = [one for one in good if one["round"] == number and one.get("server", name) == name]
+                found = {("main", one["variant"]): one["result"] for one in mine}
+                each.append(figures({("reference", "copy and write"): state, **found}))
+            rows += [
+                {"server": name, "variant": variant, "figures": summarize([one[variant] for one in each])}
+                for variant in ("stock", "overlapped")
+            ]
+        return rows
     if args.sweep is None:
         rounds = [
             figures({(one["group"], one["variant"]): one["result"] for one in good if one["round"] == number})
@@ -672,7 +727,10 @@ def machine(args: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, A
         "torch_threads": trained.get("threads"),
         "gpu": trained.get("gpu"),
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in ("lightning-ckpt-policy", "torch", "lightning", "fsspec")},
+        **{
+            name: metadata.version(name)
+            for name in ("lightning-ckpt-policy", "torch", "lightning", "fsspec", *(CLIENTS if args.servers else ()))
+        },
     }
 
 
@@ -680,12 +738,18 @@ def machine(args: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, A
 
 
 def show(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    from rich.box import MARKDOWN
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     rows = result["summary"]
-    if args.sweep is None:
+    titles = {"What training feels": FELT, "What it costs, and ratios": COSTS}
+    if args.servers is not None:
+        titles = {"Saves to servers": {name: {**FELT, **COSTS}[name] for name in SERVED}}
+    elif args.sweep is not None:
+        titles = {"How costs grow": SWEPT}
+    else:
         plain, none = (rows[index]["figures"] for index in (0, 1))
         console.print(
             f"A state of {args.size / MIB:,.4g} MiB in {args.tensors} parameter tensors, {args.saves} saves "
@@ -696,10 +760,9 @@ def show(args: argparse.Namespace, result: dict[str, Any]) -> None:
             highlight=False,
         )
         rows = rows[1:]
-    titles = {"What training feels": FELT, "What it costs, and ratios": COSTS}
-    for title, columns in titles.items() if args.sweep is None else [("How costs grow", SWEPT)]:
-        table = Table(title=title)
-        for name in ("axis", "value", "variant"):
+    for title, columns in titles.items():
+        table = Table(title=title, **({} if args.servers is None else {"box": MARKDOWN}))
+        for name in ("axis", "value", "server", "variant"):
             if name in rows[0]:
                 table.add_column(name)
         used = [name for name in columns if any(name in row["figures"] for row in rows)]
@@ -808,6 +871,7 @@ def parse() -> argparse.Namespace:
     add("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="default: all; none is always among them")
     add("--gil", action="store_true", help="also measure the longest hold of the GIL, in runs of their own")
     add("--out", type=Path, default=Path(), help="folder, or beginning of the names, of the JSON file and the PNG")
+    add("--servers", nargs="*", help="instead save to these servers of tests/servers.py (default: all)")
     add("--sweep", nargs="*", choices=list(AXES), help="instead of comparing, show how the costs of this package grow")
     add("--min-size", type=as_bytes, default="64MiB", help="where --sweep size begins (default 64MiB)")
     add("--max-size", type=as_bytes, default="4GiB", help="where it ends (default 4GiB)")
@@ -823,6 +887,12 @@ def parse() -> argparse.Namespace:
             parser.error(f"--devices {args.devices} goes with neither --gil nor --sweep: leave those out")
         args.variants = [variant for variant in args.variants if not variant.startswith("dcp")]  # it would save shards
     args.variants = [variant for variant in VARIANTS if variant in args.variants or variant == "none"]
+    if args.servers is not None:
+        if args.gil or args.sweep is not None or args.devices > 1 or args.url is not None:
+            parser.error("--servers goes with none of --gil, --sweep, --devices and --url: leave those out")
+        args.servers = args.servers or list(tests_servers().SERVERS)
+        if unknown := set(args.servers).difference(tests_servers().SERVERS):
+            parser.error(f"--servers {' '.join(unknown)}: give some of {', '.join(tests_servers().SERVERS)}")
     args.sweep = list(AXES) if args.sweep == [] else args.sweep
     return args
 
@@ -844,7 +914,7 @@ def main() -> int:
     else:
         base = f"{(path if local else args.url).rstrip('/')}/save-overhead-{uuid.uuid4().hex[:8]}"
     usual = {name: getattr(args, name) for name in ("size", "tensors", "saves", "every", "storage_options")}
-    usual |= {"device": args.device, "devices": args.devices, "timed": False}
+    usual |= {"device": args.device, "devices": args.devices, "timed": False, "drained": False}
     usual |= {"kind": "training", "steps": args.every * (args.saves + 1) - 1, "records": 0, "gil": False}
     usual |= {"batch_size": args.batch_size, "step_ms": args.step_ms}
     todo = [(number, changes) for number in range(args.rounds) for changes in plan(args, number, local)]
@@ -861,10 +931,11 @@ def main() -> int:
             for number, changes in todo:
                 group, variant = changes["group"], changes["variant"]
                 what = f"{group} {changes[group]:,} {variant}" if group in AXES else f"{group} {variant}"
+                what = f"{changes['server']} {variant}" if "server" in changes else what
                 progress.update(task, description=f"round {number + 1} of {args.rounds}: {what}")
-                runs.append(
-                    {"round": number, "what": what, **changes, "result": run({**usual, **changes}, base, local)}
-                )
+                job = {**usual, **changes}
+                done = run_served(job, changes["server"]) if "server" in changes else run(job, base, local)
+                runs.append({"round": number, "what": what, **changes, "result": done})
                 progress.advance(task)
     finally:
         clear(base, local, args.storage_options)
@@ -878,12 +949,14 @@ def main() -> int:
         "runs": runs,
     }
     name = "save_overhead" if args.sweep is None else "save_overhead_sweep"
+    name += "_stores" if args.servers is not None else ""
     name += f"_{args.devices}_devices" if args.devices > 1 else ""
     out = args.out / name if args.out.is_dir() else args.out
     out.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{out}.json").write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     show(args, result)
-    plot(args, result, Path(f"{out}.png"))
+    if args.servers is None:
+        plot(args, result, Path(f"{out}.png"))
     return 1 if result["failed"] else 0
 
 

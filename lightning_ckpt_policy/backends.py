@@ -73,7 +73,8 @@ class Backend:
     Attributes:
         retry_same_name: Whether a failed write may be tried again under its name. An unfinished upload can stay behind
             unseen in an object store and spoil the next one of that name.
-        slow_reads: Whether many small files take so long to read that a catalogue of them is worth its while.
+        slow_reads: Whether a read takes long: a catalogue spares many of them, and a payload's ranges are read at once.
+        deletes_at_once: Checkpoints that are deleted at a time, where there are several.
         fresh: Makes another filesystem like ``fs``.
         connections: Requests for the parts of one payload at once, where it goes in parts; None chooses from its size.
         part_bytes: Bytes of a part, where there are parts; None chooses from the payload's size.
@@ -81,6 +82,7 @@ class Backend:
 
     retry_same_name = False
     slow_reads = False
+    deletes_at_once = 1
     fresh: Callable[[], Any]
     connections: int | None = None
     part_bytes: int | None = None

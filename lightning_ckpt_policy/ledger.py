@@ -19,7 +19,7 @@ from lightning_ckpt_policy.retention import Retention
 from lightning_ckpt_policy.retry import forget_frames, retrying
 from lightning_ckpt_policy.snapshot import Image
 from lightning_ckpt_policy.store import Attempt, CheckpointStore
-from lightning_ckpt_policy.writer import BackgroundWriter
+from lightning_ckpt_policy.writer import BackgroundWriter, run_together
 
 # seconds; a store that hangs in a delete must not keep the saves behind it waiting
 DELETE_TIMEOUT = 60.0
@@ -210,11 +210,14 @@ class Ledger:
             self._doomed.update(record.path for record in doomed)
         if 1 < len(doomed) <= MOST_NOTED:
             self.writer.submit_cleanup(functools.partial(self._note_doomed, doomed), timeout=DELETE_TIMEOUT)
-        for record in doomed:
+        at_once = self.store.backend.deletes_at_once
+        others = doomed[:-1]
+        batches = [others[start : start + at_once] for start in range(0, len(others), at_once)]
+        for batch in [*batches, doomed[-1:]] if doomed else []:  # the last one by itself, since it has the note
             self.writer.submit_cleanup(
-                functools.partial(self._delete, record),
+                functools.partial(run_together, [functools.partial(self._delete, record) for record in batch]),
                 timeout=DELETE_TIMEOUT,
-                on_timeout=functools.partial(self._give_up_deleting, record),
+                on_timeout=functools.partial(self._give_up_deleting, batch),
             )
 
     def _note_doomed(self, doomed: list[CheckpointRecord]) -> None:
@@ -276,8 +279,10 @@ class Ledger:
                 self._records = [other for other in self._records if other.path != record.path]
                 self.deleted.append(record)
 
-    def _give_up_deleting(self, record: CheckpointRecord) -> None:
-        self._not_deleted(record, TimeoutError(f"the store didn't delete it within {DELETE_TIMEOUT:g} s"))
+    def _give_up_deleting(self, batch: list[CheckpointRecord]) -> None:
+        for record in batch:
+            if record.path in self._deleting:  # else it is deleted, or was reported
+                self._not_deleted(record, TimeoutError(f"the store didn't delete it within {DELETE_TIMEOUT:g} s"))
 
     def _not_deleted(self, record: CheckpointRecord, error: Exception) -> None:
         forget_frames(error)

@@ -95,6 +95,7 @@ class RemoteBackend(Backend, ABC):
     """One folder of a store that takes a payload in parts."""
 
     slow_reads = True
+    deletes_at_once = 16
     most_parts: ClassVar[int] = 10_000
     permissions: ClassVar[Mapping[str, str]] = {}
     bucket_word: ClassVar[str] = "bucket"

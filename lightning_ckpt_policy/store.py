@@ -204,6 +204,7 @@ class CheckpointStore:
         self._sequence = 0
         self._numbers: dict[str, int] = {}  # run -> this process's attempt
         self._noted: set[str] = set()  # the attempts that had begun when this process's own did
+        self._ended: set[str] = set()  # attempts that have noted their end
         self._names: set[str] | None = None  # in the folder, as they were listed since then
         self._unswept: dict[str, Entry | None] | None = None  # that listing, for the sweep that follows it
         self._parsed: dict[str, tuple[Entry, CheckpointRecord | None]] = {}
@@ -336,21 +337,17 @@ class CheckpointStore:
             DamagedCheckpointError: It is missing, or has another size or checksum.
             CheckpointError: Its kind of checksum isn't known to this version.
         """
-        held = io.BytesIO()
-        with _loading_bar(record) as bar:
-            for chunk in self._verified_chunks(record):
-                held.write(chunk)
-                bar.update(len(chunk))
-        held.seek(0)
-        return held
+        return _held(record, self._verified_chunks(record))
 
     def open(self, record: CheckpointRecord) -> BinaryIO:
-        """The payload as a file, not verified.
+        """The payload as a file, not verified; from an object store in memory, with a bar as in `open_verified`.
 
         Raises:
             FileNotFoundError: It is missing.
         """
-        return self.backend.open(record.path)
+        backend = self.backend
+        # a file there is read in one request after the other
+        return _held(record, backend.chunks(record.path)) if backend.slow_reads else backend.open(record.path)
 
     # Changing
 
@@ -963,8 +960,10 @@ class CheckpointStore:
         for name in sorted(listed, key=_run_and_number):
             newest[_run_and_number(name)[0]] = name
         newest.pop(run_id, None)
-        small = [name for name in newest.values() if listed[name] <= MAX_RECORD_BYTES]
-        return any(other.status == "running" for other in self._read_attempts(small, warn=False))
+        unsure = [name for name in newest.values() if name not in self._ended and listed[name] <= MAX_RECORD_BYTES]
+        others = self._read_attempts(unsure, warn=False)
+        self._ended.update(f"{other.name}{RECORD_SUFFIX}" for other in others if other.status != "running")
+        return any(other.status == "running" for other in others)
 
     def _next_sequence(self) -> int:
         with self._lock:
@@ -1054,6 +1053,16 @@ def _checked_url(url: str | os.PathLike[str]) -> str:
 
 def _do_nothing(*_: object) -> None:
     pass
+
+
+def _held(record: CheckpointRecord, chunks: Iterator[bytes]) -> BinaryIO:
+    held = io.BytesIO()
+    with _loading_bar(record) as bar:
+        for chunk in chunks:
+            held.write(chunk)
+            bar.update(len(chunk))
+    held.seek(0)
+    return held
 
 
 def _loading_bar(record: CheckpointRecord) -> Any:

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -182,6 +182,23 @@ def run_within(job: Job, timeout: float) -> bool:
         return True
     worker.join(timeout)
     return not worker.is_alive()
+
+
+def run_together(jobs: Sequence[Job]) -> None:
+    """Run jobs that report their own errors at once, all but the first in threads of their own, and wait for them."""
+    threads = []
+    for job in jobs[1:]:
+        thread = threading.Thread(target=job, name="ckpt-cleanup", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # as above
+            job()
+        else:
+            threads.append(thread)
+    for job in jobs[:1]:
+        job()
+    for thread in threads:
+        thread.join()
 
 
 def _wait_at_exit(writer: BackgroundWriter) -> Callable[[], object]:

@@ -9,7 +9,7 @@ import pickle
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import fsspec
@@ -215,7 +215,15 @@ class StoreConformance:
             listed.append(folder)
             return entries(folder)
 
+        read_many, read = backend.read_many, list[str]()
+
+        def note(names: Iterable[str]) -> Any:
+            wanted = list(names)
+            read.extend(wanted)
+            return read_many(wanted)
+
         monkeypatch.setattr(backend, "entries", count)
+        monkeypatch.setattr(backend, "read_many", note)
         attempt = store.start_attempt("run")
         store.records()
         store.sweep("run", attempt.number)
@@ -229,8 +237,10 @@ class StoreConformance:
             elif step == 6:
                 other.finish_attempt(theirs, "finished")
             listed.clear()
+            read.clear()
             save(store, step)
             assert listed.count("") == there
+            assert (f"attempts/{theirs.name}.json" in read) == (step in (5, 6))  # once it has ended, no more
         names = ["1", "2", "3", "2-v1", "4", "4-v1", "5", "5-v1", "6", "7"]
         assert [record.path for record in other.records()] == [f"step-{int(n[0]):010d}{n[1:]}.ckpt" for n in names]
         assert [record.sequence for record in other.records()] == list(range(1, 11))

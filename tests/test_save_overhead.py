@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import save_overhead
+from tests.servers import Server
 
 pytest.importorskip("matplotlib", reason="the benchmark draws: pip install 'lightning-ckpt-policy[bench]'")
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "save_overhead.py"
@@ -19,11 +22,13 @@ SHORT = "--size 256KiB --tensors 2 --saves 1 --every 4 --rounds 1 --batch-size 4
 
 
 def run(folder: Path, options: str) -> tuple[dict[str, Any], str]:
-    """The JSON file of a run, and what it printed; it saves below the folder."""
+    """The JSON file of a run, and what it printed; it saves below the folder, or to servers."""
     command = [sys.executable, str(SCRIPT), *SHORT.split(), *options.split(), "--out", str(folder / "out")]
-    done = subprocess.run([*command, "--url", str(folder / "store")], capture_output=True, text=True, cwd=folder)
+    served = "--servers" in options
+    command += [] if served else ["--url", str(folder / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env={**os.environ, "COLUMNS": "200"})
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (folder / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert served or (folder / "out.png").read_bytes().startswith(b"\x89PNG")
     assert not list((folder / "store").glob("*"))  # it clears up
     text = (folder / "out.json").read_text()
     assert str(folder) not in text
@@ -51,8 +56,22 @@ def test_compares(tmp_path: Path) -> None:
     assert "overlapped" in said
 
 
+@pytest.mark.timeout(300)
+def test_compares_on_servers(tmp_path: Path, server_of: Callable[[str], Server]) -> None:
+    server_of("fake-gcs")  # skips where it isn't installed
+    result, said = run(tmp_path, "--servers fake-gcs")
+    assert result["failed"] == {}
+    assert [(row["server"], row["variant"]) for row in result["summary"]] == [
+        ("fake-gcs", "stock"),
+        ("fake-gcs", "overlapped"),
+    ]
+    assert all(set(save_overhead.SERVED) <= set(row["figures"]) for row in result["summary"])
+    assert "| fake-gcs | overlapped | " in said
+
+
 def test_several_devices_train_together(tmp_path: Path) -> None:
     job = {"kind": "training", "variant": "overlapped", "devices": 2, "timed": False, "device": "cpu", "gil": False}
+    job |= {"drained": False}
     job |= {"size": 1 << 18, "tensors": 2, "batch_size": 4, "saves": 1, "every": 4, "steps": 7, "records": 0}
     result = save_overhead.run({**job, "storage_options": {}}, str(tmp_path), local=True)
     assert result.get("error") is None
@@ -79,6 +98,7 @@ def test_figures_are_ratios_within_a_round() -> None:
             "own_held_seconds": [],
             "batches_seconds": [],
             "write_seconds": [write for _ in held],
+            "saved_seconds": [write + 1 for _ in held],
             "loop_seconds": loop,
             "total_seconds": loop + 1,
             "cpu_seconds": cpu,
@@ -112,6 +132,8 @@ def test_figures_are_ratios_within_a_round() -> None:
     assert ours["memory"] == 1.0
     assert ours["write"] == gib / 1.25
     assert ours["write_to_plain"] == pytest.approx(0.8)
+    assert ours["saved"] == 2.25
+    assert ours["saved_to_stock"] == pytest.approx(0.75)
     assert ours["idle"] == 1e-5
     assert found["stock_async"]["held_to_overlapped"] == 50
     assert found["dcp"] == {}  # it failed

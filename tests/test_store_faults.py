@@ -18,9 +18,12 @@ import pytest
 
 from lightning_ckpt_policy import retry
 from lightning_ckpt_policy.errors import BucketNotFoundError
+from lightning_ckpt_policy.ledger import DeleteFailure, Ledger
 from lightning_ckpt_policy.record import CheckpointRecord
 from lightning_ckpt_policy.remote import RemoteBackend
+from lightning_ckpt_policy.retention import KeepLast
 from lightning_ckpt_policy.store import CheckpointStore
+from lightning_ckpt_policy.writer import BackgroundWriter
 from tests.fault_proxy import Fault, FaultProxy
 from tests.servers import Server
 from tests.store_conformance import Bytes, Folder, files_of, save
@@ -230,6 +233,39 @@ def test_credentials_that_stay_expired_are_told_at_once(bench: Bench, monkeypatc
     bench.check()
 
 
+def test_deletes_go_at_once_each_record_before_its_payload_and_a_failure_stops_only_its_own(bench: Bench) -> None:
+    bench.data = b"some bytes"
+    records = [bench.save(step) for step in range(1, 6)]
+    writer = BackgroundWriter()
+    ledger = Ledger(
+        bench.store, bench.store.start_attempt("run"), KeepLast(1), records, frozenset(), writer, "step-{step:010d}"
+    )
+    denied = Fault("status", "DELETE", r"2\.ckpt\.json", times=FOREVER, code=403, body=bench.operations.denied)
+    bench.proxy.faults.append(denied)
+    bench.proxy.log.clear()
+    bench.proxy.latency, bench.proxy.most_busy = 0.05, 0
+    ledger.prune()
+    assert writer.drain(30)
+    assert bench.proxy.most_busy > 1
+    (event,) = ledger.events
+    assert isinstance(event, DeleteFailure)
+    assert event.record == records[1]
+    assert isinstance(event.error, PermissionError)
+    gone = [
+        found[0]
+        for request in bench.proxy.log
+        if request.method == "DELETE" and (found := re.search(r"\d\.ckpt(\.json)?(?=$|\?)", request.target))
+    ]
+    assert [name for name in gone if name[0] == "2"] == ["2.ckpt.json"]
+    for step in "134":
+        assert [name for name in gone if name[0] == step] == [f"{step}.ckpt.json", f"{step}.ckpt"]
+    assert bench.folder.names() == files_of(records[1], records[4]) | {records[1].path + ".pending"}
+    bench.proxy.faults.clear()
+    ledger.prune()
+    assert writer.close(30)
+    bench.check(records[4])
+
+
 def test_rotated_credentials_are_taken_up(server_of: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch) -> None:
     server = server_of("moto")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
@@ -365,14 +401,17 @@ def test_parts_go_at_once_in_bounded_memory(bench: Bench, connections: int) -> N
     bench.check(record)
 
 
-@pytest.mark.parametrize(("connections", "at_once", "ranges"), [(1, 1, 2), (3, 3, 3), (None, 6, 6)])
-def test_ranges_are_read_at_once(bench: Bench, connections: int | None, at_once: int, ranges: int) -> None:
+@pytest.mark.parametrize(
+    ("read", "connections", "at_once", "ranges"),
+    [("open_verified", 1, 1, 2), ("open_verified", 3, 3, 3), ("open_verified", None, 6, 6), ("open", None, 6, 6)],
+)
+def test_ranges_are_read_at_once(bench: Bench, read: str, connections: int | None, at_once: int, ranges: int) -> None:
     record = bench.save()
     store = bench.open(bench.url, connections)
     assert store.records() == [record]
     bench.proxy.latency, bench.proxy.most_busy = 0.2, 0
     bench.proxy.log.clear()
-    assert store.open_verified(record).read() == bench.data
+    assert getattr(store, read)(record).read() == bench.data
     assert at_once <= bench.proxy.most_busy <= at_once + 2  # gcsfs asks for a size in several ways at once
     assert sum(bool(request.header("range") or request.header("x-ms-range")) for request in bench.proxy.log) == ranges
 
