@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from lightning_ckpt_policy import store as store_module
 from tests.store_conformance import save
 from tests.test_cli import cli, config
 
+ROOT = Path(__file__).parents[1]
 SETTINGS = {"connections": 3, "part_bytes": 6 << 20}
 
 
@@ -74,3 +78,16 @@ def test_a_bar_shows_how_far_a_large_checkpoint_is(
     assert store.open_verified(record).read() == b"x" * 10_000
     text = stream.getvalue()
     assert ("Loading step-0000000001.ckpt: 100%" in text and "9.77k/9.77k" in text) if shown else not text
+
+
+def test_the_benchmark_of_connections(tmp_path: Path) -> None:
+    pytest.importorskip("moto")
+    command = [sys.executable, str(ROOT / "benchmarks" / "connections.py"), "--servers", "moto", "--out"]
+    link = ("--size", "11", "--rounds", "1", "--connections", "2", "--rate", "100", "--latency", "1")
+    done = subprocess.run(
+        [*command, str(tmp_path / "out.json"), *link], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert [(run["server"], run["connections"]) for run in runs] == [("moto", 1), ("moto", 2)]
+    assert all(seconds > 0.05 for run in runs for seconds in run["seconds"].values())  # at least the link's time
