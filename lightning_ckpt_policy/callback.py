@@ -943,7 +943,9 @@ class CheckpointPolicy(Checkpoint):
             store.set(f"{here}/all", "")
         limit = _FAILS_AFTER * _lightning.group_timeout(trainer)
         waited, told = 0.0, False
-        while not _torch.is_set_within(store, f"{here}/all", seconds := min(_SLICE, limit / 2)):
+        while not _torch.is_set_within(
+            store, f"{here}/all", seconds := min(_SLICE, limit / 2, max(limit - waited, 0.1))
+        ):
             waited += seconds
             if (told and waited < limit) or waited < min(_TELLS_AFTER, limit / 2):
                 continue

@@ -65,7 +65,8 @@ def _after_fork_in_child() -> None:
 def _made_by_a_loader() -> bool:
     frame = sys._getframe()
     while frame is not None:
-        if isinstance(frame.f_locals.get("self"), DataLoader):
+        loader = frame.f_locals.get("self")
+        if isinstance(loader, DataLoader) and loader.num_workers > 0:  # else its dataset is at work in this process
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
@@ -78,7 +79,8 @@ def _pass_by(signals: frozenset[int]) -> bool:
     def take() -> None:
         while True:
             info = signal.sigwaitinfo(signals)
-            if info.si_signo == signal.SIGTERM and info.si_pid == parent:
+            asked = info.si_signo == signal.SIGTERM and info.si_pid == parent
+            if asked or os.getppid() != parent:  # there is no fit any more that it would end
                 os._exit(0)  # as torch does
 
     def on_event(event: str, _: tuple[Any, ...]) -> None:

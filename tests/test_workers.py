@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -9,11 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ckpt_policy.signals import SignalCounter
@@ -90,6 +92,48 @@ def test_their_parent_can_still_end_them(shielded: None) -> None:
     del batches
 
 
+def test_they_take_signals_once_their_parent_is_gone(shielded: None) -> None:
+    reader, writer = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        release = shield_workers(GUARDED)
+        loader = DataLoader(Numbers(seconds=30), batch_size=8, num_workers=1, multiprocessing_context="fork")
+        _, workers = batches_and_workers(loader)
+        os.write(writer, str(workers[0].pid).encode())
+        time.sleep(30)
+        release()
+        os._exit(1)
+    worker = int(os.read(reader, 100))
+    time.sleep(0.5)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    deadline = time.monotonic() + 20
+    while is_alive(worker) and time.monotonic() < deadline:
+        os.kill(worker, signal.SIGTERM)
+        time.sleep(0.1)
+    assert not is_alive(worker)
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        os.kill(pid, 0)
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    return False
+
+
+class Produced(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        child = fork.Process(target=sleep, daemon=True)
+        child.start()
+        child.terminate()
+        child.join(20)
+        yield child.exitcode or 0
+
+
+def test_what_a_dataset_starts_in_the_main_process_is_no_worker(shielded: None) -> None:
+    assert [int(code) for code in DataLoader(Produced(), batch_size=1)] == [-signal.SIGTERM]
+
+
 def test_a_program_that_a_worker_starts_can_be_ended(shielded: None) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(20)"]
     loader = DataLoader(Numbers(command), batch_size=32, num_workers=1, multiprocessing_context="fork")
@@ -122,6 +166,7 @@ def process() -> int:
 def test_other_children_take_signals_as_they_would_without(
     shielded: None, start: Callable[[], int], policies: int
 ) -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     counters = [SignalCounter() for _ in range(policies)]
     for counter in counters:
         counter.install(["SIGTERM"])
@@ -134,6 +179,7 @@ def test_other_children_take_signals_as_they_would_without(
     finally:
         for counter in reversed(counters):
             counter.restore()
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_child_calls_the_handler_that_was_there_before(shielded: None) -> None:
