@@ -59,7 +59,7 @@ def noted(root: Path, rank: int) -> list[tuple[int, str, str, bool]]:
 def test_save_and_resume_exactly(tmp_path: Path, undisturbed: Callable[[str], Path], trigger: str, loader: str) -> None:
     lying = ("--lying-clock", "0" if loader == "plain" else "1")  # no clock but rank 0's matters, and that may jump
     options = (*TWO, "--trigger", trigger, "--loader", loader, *lying)
-    run(tmp_path, *options, "--crash-at", "17", "--crash-how", "kill", expect=None)
+    run(tmp_path, *options, "--drain", "--crash-at", "17", "--crash-how", "kill", expect=None)
     killed_at = CheckpointStore(str(tmp_path / "ckpt")).latest()
     assert killed_at is not None
     assert 0 < killed_at.step <= 17
