@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from lightning_ckpt_policy._compose import shown
 
-LEAST_SECONDS = 1e-6
+LEAST_SECONDS = 1e-6  # a division of a time by less may overflow
 _TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _TIME_NAMES = {
     name: seconds
