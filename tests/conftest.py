@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,6 +19,16 @@ def small_tensors_are_deferred(request: pytest.FixtureRequest, monkeypatch: pyte
     """The models of these tests are tiny: let their state be copied in the background all the same."""
     if request.module.__name__ != "tests.test_snapshot":
         monkeypatch.setattr(snapshot, "DEFER_BYTES", 1)
+
+
+@pytest.fixture(autouse=True)
+def signals_do_what_they_do_by_default() -> Iterator[None]:
+    """Whatever an earlier test left: a fit that fails at its start leaves Lightning's handlers in place."""
+    names = [name for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
+    before = {name: signal.signal(signal.Signals[name], signal.SIG_DFL) for name in names}
+    yield
+    for name, handler in before.items():
+        signal.signal(signal.Signals[name], signal.SIG_DFL if handler is None else handler)
 
 
 @pytest.fixture
