@@ -72,7 +72,7 @@ class Retention(ABC):
 
         Together they hold exactly what ``keep`` keeps.
         """
-        return [(Worth.HISTORY, sorted(self.keep(records, now), reverse=True))]
+        return [(Worth.HISTORY, sorted(_kept_by(self, records, now), reverse=True))]
 
     def excess(self, records: Sequence[CheckpointRecord], now: float) -> int:
         """Bytes by which what may never be deleted is above the byte budget; 0 where it isn't, or there is none."""
@@ -83,6 +83,24 @@ class Retention(ABC):
 
     def __and__(self, other: Retention) -> Retention:
         return _join(AllOf, self, other)
+
+
+def _kept_by(rule: Retention, records: Sequence[CheckpointRecord], now: float) -> set[int]:
+    """What a rule keeps; one that answers anything else must not lead to deletes.
+
+    Raises:
+        TypeError: It does.
+    """
+    answer, known = rule.keep(records, now), {record.sequence for record in records}
+    if isinstance(answer, (set, frozenset)) and answer <= known:
+        return set(answer)
+    kept = list(answer) if isinstance(answer, Iterable) else [None]
+    if not all(isinstance(each, int) and each in known for each in kept):
+        raise TypeError(
+            f"{rule!r}.keep returned {answer!r}: it must return the sequence of each of the given records that stays, "
+            "as {record.sequence for record in records if ...}"
+        )
+    return set(kept)
 
 
 # The rules
@@ -463,7 +481,7 @@ class AnyOf(_RetentionGroup):
     symbol: ClassVar[str] = "|"
 
     def keep(self, records: Sequence[CheckpointRecord], now: float) -> set[int]:
-        return set[int]().union(*(rule.keep(records, now) for rule in self.members))
+        return set[int]().union(*(_kept_by(rule, records, now) for rule in self.members))
 
 
 class AllOf(_RetentionGroup):
@@ -483,7 +501,7 @@ class AllOf(_RetentionGroup):
     symbol: ClassVar[str] = "&"
 
     def keep(self, records: Sequence[CheckpointRecord], now: float) -> set[int]:
-        return set[int].intersection(*(rule.keep(records, now) for rule in self.members))
+        return set[int].intersection(*(_kept_by(rule, records, now) for rule in self.members))
 
     def worth(self, records: Sequence[CheckpointRecord], now: float) -> Iterable[tuple[Worth, list[int]]]:
         return _only(self.keep(records, now), super().worth(records, now))
@@ -548,6 +566,9 @@ def plan(
         now: Seconds since 1970-01-01 UTC.
         protect: Payload names that stay whatever the rule says.
 
+    Raises:
+        TypeError: A rule keeps something else than sequences of the records.
+
     >>> history = [
     ...     CheckpointRecord(path=f"step-{step}.ckpt", step=step, epoch=0, sequence=step, run_id="a",
     ...                      created_at=0.0, size=1, checksum="crc32c:00000000")
@@ -563,7 +584,7 @@ def plan(
     rule = repr(retention) if noted else ""
     doomed = {each for record in noted if record.doomed_by == rule for each in (*record.doomed, record.sequence)}
     left = [record for record in whole if record.sequence not in doomed] if doomed else whole
-    stay = {max(record.sequence for record in whole), *retention.keep(left, now)}
+    stay = {max(record.sequence for record in whole), *_kept_by(retention, left, now)}
     victims = [r for r in whole if r.sequence not in stay and not r.pinned and r.path not in protect]
     return sorted(victims, key=lambda record: record.sequence)
 

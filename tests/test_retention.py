@@ -272,6 +272,44 @@ def test_a_rule_of_ones_own_composes_and_cannot_delete_the_newest() -> None:
     assert planned(nothing & KeepAll(), history(1, 2, 3)) == [1, 2]
 
 
+@dataclasses.dataclass(frozen=True)
+class Answers(Retention):
+    answer: Any
+
+    def keep(self, records: Sequence[CheckpointRecord], now: float) -> Any:
+        return self.answer(records)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda records: records,
+        lambda records: {record.path for record in records},
+        lambda records: {record.step for record in records},
+        lambda records: [[record.sequence] for record in records],
+        lambda records: [record.sequence for record in records] + [99],
+        lambda records: None,
+        lambda records: records[0].sequence,
+    ],
+)
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda rule: rule,
+        lambda rule: rule | KeepLast(1),
+        lambda rule: rule & KeepLast(1),
+        lambda rule: KeepUnder(1, of=rule),
+    ],
+)
+def test_what_a_rule_of_ones_own_may_not_answer(answer: Any, of: Callable[[Retention], Retention]) -> None:
+    with pytest.raises(TypeError, match=r"Answers.*keep returned .* it must return the sequence of each"):
+        planned(of(Answers(answer)), steps(10, 20, 30))
+
+
+def test_a_rule_of_ones_own_may_answer_with_any_iterable() -> None:
+    assert planned(Answers(lambda records: (record.sequence for record in records)), steps(10, 20, 30)) == []
+
+
 def test_case_06_nan_is_never_best() -> None:
     rule = KeepBest(2, monitor="loss")
     records = history(NAN, 0.5, NAN, 0.4)
