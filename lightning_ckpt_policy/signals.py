@@ -11,8 +11,8 @@ from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any]
 _SIGCHLD: signal.Signals | None = getattr(signal, "SIGCHLD", None)  # not on every platform
-
-
+# how torch's error begins
+_A_WORKER_ENDED = "DataLoader worker"
 # counted as a signal once an earlier handler has raised
 RAISED = "the error of its earlier handler"
 
@@ -69,13 +69,21 @@ class SignalCounter:
         # a signal to the whole process group ends dataloader workers too, for which torch would raise an error in the
         # middle of a batch; it still raises one where it waits for their data
         if self._workers is None and _SIGCHLD is not None and callable(signal.getsignal(_SIGCHLD)):
-            self._workers = signal.signal(_SIGCHLD, _ignore)
+            self._workers = signal.signal(_SIGCHLD, self._child_ended)
+
+    def _child_ended(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._workers(number, frame)
+        except RuntimeError as error:
+            if not str(error).startswith(_A_WORKER_ENDED):
+                raise
 
     def restore(self) -> None:
         """Bring the earlier handlers back; one that was put in front of this one in the meantime stays."""
         if self._workers is not None:
             assert _SIGCHLD is not None
-            signal.signal(_SIGCHLD, self._workers)
+            if signal.getsignal(_SIGCHLD) == self._child_ended:
+                signal.signal(_SIGCHLD, self._workers)
             self._workers = None
         for number, earlier in self._earlier.items():
             if signal.getsignal(number) == self._arrived:
@@ -112,7 +120,3 @@ class SignalCounter:
         if not handlers and earlier != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    pass

@@ -206,3 +206,29 @@ def test_nothing_is_shielded_once_it_is_released() -> None:
     from_another_process("SIGTERM", workers)
     with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal"):
         list(batches)
+
+
+@pytest.mark.parametrize(
+    "told", ["", "DataLoader worker (pid 1) is killed by signal: Terminated. ", "of the user's own"]
+)
+def test_ends_of_children_are_still_told_of_after_a_signal_but_for_workers(told: str) -> None:
+    ends = []
+
+    def on_end(number: int, frame: Any) -> None:
+        ends.append(number)
+        if told:
+            raise RuntimeError(told)
+
+    before = signal.signal(signal.SIGCHLD, on_end)
+    counter = SignalCounter()
+    counter.install(["SIGUSR1"])
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(RuntimeError, match=told) if told == "of the user's own" else contextlib.nullcontext():
+            signal.raise_signal(signal.SIGCHLD)
+        assert ends == [signal.SIGCHLD]
+        counter.restore()
+        assert signal.getsignal(signal.SIGCHLD) is on_end
+    finally:
+        counter.restore()
+        signal.signal(signal.SIGCHLD, before)
