@@ -11,6 +11,9 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
+from lightning_ckpt_policy.errors import CheckpointSaveError
+from lightning_ckpt_policy.snapshot import why_unsavable
+
 _METHODS = ("rank_state_dict", "load_rank_state_dict")
 
 
@@ -48,8 +51,21 @@ def declaring(callbacks: Iterable[Callback]) -> dict[str, Any]:
 
 
 def collect_rank_state(callbacks: Iterable[Callback]) -> dict[str, Any]:
-    """What this rank's callbacks give to be saved, by their ``state_key``."""
-    return {key: callback.rank_state_dict() for key, callback in declaring(callbacks).items()}
+    """What this rank's callbacks give to be saved, by their ``state_key``.
+
+    Raises:
+        CheckpointSaveError: What one gives can't be pickled.
+    """
+    states: dict[str, Any] = {}
+    for key, callback in declaring(callbacks).items():
+        states[key] = callback.rank_state_dict()
+        error = why_unsavable(states[key])
+        if error is not None:
+            raise CheckpointSaveError(
+                f"what {type(callback).__name__}.rank_state_dict() returns can't be pickled ({error}): return plain "
+                "values and tensors"
+            ) from error
+    return states
 
 
 def restore_rank_state(callbacks: Iterable[Callback], state: Mapping[str, Any]) -> None:

@@ -516,7 +516,7 @@ def take_snapshot(
                 _save(checkpoint, _Sink(image, still or {}))
     except Exception as error:
         image.release()
-        culprits = [key for key, value in checkpoint.items() if not _can_be_saved(value)]
+        culprits = [key for key, value in checkpoint.items() if why_unsavable(value) is not None]
         if not culprits:
             raise
         raise CheckpointSaveError(
@@ -537,12 +537,16 @@ class _Nowhere:
         pass
 
 
-def _can_be_saved(value: Any) -> bool:
+def why_unsavable(value: Any) -> Exception | None:
+    """What ``torch.save`` raises for a value, ``None`` if it can be saved.
+
+    >>> why_unsavable(3)
+    """
     try:
         torch.save(value, _Nowhere())  # type: ignore[arg-type]
-    except Exception:
-        return False
-    return True
+    except Exception as error:
+        return error
+    return None
 
 
 def _save(checkpoint: dict[str, Any], sink: _Sink) -> None:

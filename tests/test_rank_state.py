@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_ckpt_policy import AtSteps, CheckpointPolicy
+from lightning_ckpt_policy.errors import CheckpointSaveError
 from tests.models import Rows, fit
 
 
@@ -36,6 +37,11 @@ class Seen(Callback):
 class Half(Callback):
     def rank_state_dict(self) -> dict[str, int]:
         return {}
+
+
+class Unpicklable(Seen):
+    def rank_state_dict(self) -> dict[str, Any]:
+        return {"open": lambda: self.batches}
 
 
 def policy(root: Path) -> CheckpointPolicy:
@@ -76,3 +82,8 @@ def test_another_number_of_ranks_is_told(tmp_path: Path) -> None:
 def test_what_is_refused_at_setup(tmp_path: Path, callbacks: list[Callback], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         fit(tmp_path, policy(tmp_path), callbacks=callbacks)
+
+
+def test_what_cannot_be_pickled_is_told_with_its_callback(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointSaveError, match=r"what Unpicklable\.rank_state_dict\(\) returns can't be pickled"):
+        fit(tmp_path, policy(tmp_path), callbacks=[Seen(), Unpicklable("other")])
