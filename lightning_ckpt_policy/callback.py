@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import os
 import re
 import signal
 import time
 import uuid
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -53,6 +53,7 @@ from lightning_ckpt_policy.errors import (
 from lightning_ckpt_policy.interval import Measured, Pace, SaveCost, costs_of, failures_of, typical_cost
 from lightning_ckpt_policy.io import DEFAULT_SAVE_TIMEOUT, GRACE, AsyncCheckpointIO, SaveRequest
 from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, Ledger, RuleFailure, SaveOutcome
+from lightning_ckpt_policy.meeting import Meeting, shown
 from lightning_ckpt_policy.rank_state import collect_rank_state, declaring, restore_rank_state
 from lightning_ckpt_policy.record import CheckpointRecord, is_safe_name
 from lightning_ckpt_policy.retention import KeepAll, KeepLast, Retention, as_retention, best
@@ -73,8 +74,6 @@ VALIDATION_BATCH_END: Literal["validation_batch_end"] = "validation_batch_end"
 TRAIN_END = "train_end"
 # seconds for which ranks wait in one collective while rank 0 waits for the background
 _SLICE = 5.0
-# seconds after which a rank that waits for others says so; it fails after this share of the process group's timeout
-_TELLS_AFTER, _FAILS_AFTER = 30.0, 0.9
 # seconds after which a shared folder shows a new file on every machine
 _SHARED_WITHIN = 5.0
 _SHARE = "a resume reads on every rank. Use a folder that all machines share (NFS, Lustre) or the URL of a store"
@@ -98,6 +97,8 @@ INTERVAL_METRIC = "checkpoint_interval_seconds"
 SIGTERM = signal.SIGTERM.name
 NO_METRICS: Mapping[str, float] = {}
 T = TypeVar("T")
+# numbers the fits (and validations, tests) of this process, so that ranks meet anew in each
+_setups = itertools.count()
 
 
 class CheckpointPolicy(Checkpoint):
@@ -230,7 +231,7 @@ class CheckpointPolicy(Checkpoint):
         self._fit_began = 0.0
         self._follows = False
         self._agreement: Agreement | None = None  # of several ranks
-        self._meeting = 0, ""  # where ranks met last: its number and purpose
+        self._meeting: Meeting | None = None  # where they meet, should the user's code have a say in when
         # signals: what arrived in this process, and what all ranks agree on
         self._listens = False
         self._arrivals = SignalCounter()
@@ -276,6 +277,7 @@ class CheckpointPolicy(Checkpoint):
             "_arrivals": SignalCounter(),
             "_overlap": None,
             "_agreement": None,
+            "_meeting": None,
             "_ledger": None,
             "_deleted_before": self.deleted,
             "_active": False,
@@ -375,6 +377,11 @@ class CheckpointPolicy(Checkpoint):
         self._install_io(trainer)
         policies = [callback for callback in _lightning.callbacks(trainer) if isinstance(callback, CheckpointPolicy)]
         if trainer.world_size > 1 and policies[0] is self:
+            _meeting(trainer, f"setup {next(_setups)}").wait(
+                "to compare its CheckpointPolicy with that of the others",
+                "at setup",
+                "Either that is slower, or it has no CheckpointPolicy: give each rank the same callbacks",
+            )
             _check_that_ranks_agree(trainer, policies)
         others = [policy for policy in policies if policy is not self]
         if any(_same_folder(other._bind(trainer).url, store.url) for other in others):
@@ -393,7 +400,7 @@ class CheckpointPolicy(Checkpoint):
         nothing = _gather(trainer, self._selected is None)
         if any(nothing) and not all(nothing):
             raise CheckpointError(
-                f'ckpt_path="last": {_shown_ranks([rank for rank, is_so in enumerate(nothing) if is_so])} of '
+                f'ckpt_path="last": {shown([rank for rank, is_so in enumerate(nothing) if is_so])} of '
                 f"{trainer.world_size} can't see the checkpoints in {store.url!r}: {_SHARE}"
             )
 
@@ -409,7 +416,7 @@ class CheckpointPolicy(Checkpoint):
             probe.unlink(missing_ok=True)
         if not blind:
             return
-        message = f"dirpath={folder!r}: {_shown_ranks(blind)} can't see what rank 0 writes there"
+        message = f"dirpath={folder!r}: {shown(blind)} can't see what rank 0 writes there"
         asked = self._to_load
         if asked is not None and (asked in ("last", "best") or self.store.name_of(asked) is not None):
             raise CheckpointError(f"{message}: {_SHARE}")
@@ -893,9 +900,11 @@ class CheckpointPolicy(Checkpoint):
 
     def _agree(self, trainer: Trainer) -> None:
         """Begin to share a clock with the other ranks."""
-        self._agreement = None
-        self._meeting = 0, ""
+        self._agreement = self._meeting = None
         if trainer.world_size > 1:
+            if self.trigger.foreign:
+                assert self._attempt is not None
+                self._meeting = _meeting(trainer, f"{self._attempt.run_id}/{self._attempt.number}")
             self._agreement = Agreement(
                 functools.partial(_greatest, trainer.strategy.root_device),
                 leads=trainer.is_global_zero,
@@ -926,45 +935,14 @@ class CheckpointPolicy(Checkpoint):
             _on_rank_zero(trainer, self._raise_after_failures)
 
     def _meet(self, trainer: Trainer, aim: str) -> None:
-        """Before a collective, make sure that all ranks come to it, where code of the user's own had a say in that.
-
-        They meet in the store of the process group, so that a rank which waits here for one that has gone on to another
-        collective says so, rather than that the two are taken for one.
-        """
-        if self._agreement is None or not self.trigger.foreign:
-            return
-        assert self._attempt is not None
-        store, step, ranks = _torch.rendezvous_store(), trainer.global_step, range(trainer.world_size)
-        prefix = f"{STATE_KEY}/{self._attempt.run_id}/{self._attempt.number}"
-        before, self._meeting = self._meeting, (self._meeting[0] + 1, f"to {aim} at step {step}")
-        here, there = (f"{prefix}/{number}/{purpose}" for number, purpose in (self._meeting, before))
-        store.set(f"{prefix}/rank/{trainer.global_rank}", here)
-        if store.add(here, 1) == len(ranks):
-            store.set(f"{here}/all", "")
-        limit = _FAILS_AFTER * _lightning.group_timeout(trainer)
-        waited, told = 0.0, False
-        while not _torch.is_set_within(
-            store, f"{here}/all", seconds := min(_SLICE, limit / 2, max(limit - waited, 0.1))
-        ):
-            waited += seconds
-            if (told and waited < limit) or waited < min(_TELLS_AFTER, limit / 2):
-                continue
-            names = [f"{prefix}/rank/{rank}" for rank in ranks]
-            absent = [
-                rank for rank in ranks if not store.check([names[rank]]) or store.get(names[rank]) != here.encode()
-            ]
-            message = (
-                f"by trigger={self.trigger!r} rank {trainer.global_rank} is {self._meeting[1]}, and "
-                f"{_shown_ranks(absent)} didn't come to that within {waited:g} s. Either that is slower, or a function "
-                "of yours answers differently there: it must depend on now and since alone"
+        """Before a collective, make sure that all ranks come to it, where code of the user's own had a say in that."""
+        if self._meeting is not None:
+            self._meeting.wait(
+                f"to {aim} at step {trainer.global_step}",
+                f"by trigger={self.trigger!r}",
+                "Either that is slower, or a function of yours answers differently there: it must depend on now and "
+                "since alone",
             )
-            if told:
-                raise CheckpointError(message)
-            warnings.warn(f"CheckpointPolicy: {message}", stacklevel=2)
-            told = True
-        if trainer.is_global_zero:  # all ranks have left the one before
-            store.delete_key(there)
-            store.delete_key(f"{there}/all")
 
     def _due_in(self, trainer: Trainer, steps: int, seconds: float) -> bool:
         now = self._progress(trainer, trainer.global_step + steps, False, self._clock() + seconds)
@@ -1271,8 +1249,11 @@ class CheckpointPolicy(Checkpoint):
         state["runs"] = [attempt.run_id for attempt in attempts if attempt is not None]
         # only a save of ours is known to run on every rank
         own = self._rng_before_validation if point == VALIDATION_BATCH_END else collect_rng_state()
-        declared = collect_rank_state(_lightning.callbacks(trainer))
-        ranks = _gather(trainer, (own, declared)) if self._capturing is not None else [(own, declared)]
+
+        def of_this_rank() -> tuple[dict[str, Any], dict[str, Any]]:
+            return own, collect_rank_state(_lightning.callbacks(trainer))
+
+        ranks = [of_this_rank()] if self._capturing is None else _on_each_rank(trainer, of_this_rank)
         state["rng"], state["rank_states"] = [list(states) for states in zip(*ranks, strict=True)]
 
     # the end
@@ -1708,6 +1689,25 @@ def _on_rank_zero(trainer: Trainer, function: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
+def _on_each_rank(trainer: Trainer, function: Callable[[], T]) -> list[T]:
+    """What ``function`` returns on each rank, on every rank; an error of one is raised on every rank."""
+    if trainer.world_size == 1:
+        return [function()]
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = function()
+    except Exception as caught:
+        error = caught
+    ranks = _gather(trainer, (result, None if error is None else _describe(error)))
+    if error is not None:
+        raise error
+    for rank, (_, text) in enumerate(ranks):
+        if text is not None:
+            raise CheckpointError(f"rank {rank}: {text}")
+    return [there for there, _ in ranks]  # type: ignore[misc]
+
+
 def _gather(trainer: Trainer, state: T) -> list[T]:
     """The state of every rank, on every rank."""
     if trainer.world_size == 1:
@@ -1722,6 +1722,10 @@ def _greatest(device: torch.device, values: Sequence[float]) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
     return tensor.tolist()
+
+
+def _meeting(trainer: Trainer, name: str) -> Meeting:
+    return Meeting(f"{STATE_KEY}/{name}", trainer.global_rank, trainer.world_size, _lightning.group_timeout(trainer))
 
 
 def _check_that_ranks_agree(trainer: Trainer, policies: list[CheckpointPolicy]) -> None:
@@ -1750,13 +1754,8 @@ def _check_that_ranks_agree(trainer: Trainer, policies: list[CheckpointPolicy]) 
         )
     raise ValueError(
         f"{name} differs between the ranks: {_shortened(values[0])} on rank 0, {_shortened(values[1])} on "
-        f"{_shown_ranks(others)}. Ranks must decide alike: give each of them the same arguments"
+        f"{shown(others)}. Ranks must decide alike: give each of them the same arguments"
     )
-
-
-def _shown_ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _same_on_all_ranks(trainer: Trainer, value: Any) -> bool:

@@ -111,6 +111,7 @@ def test_figures_are_ratios_within_a_round() -> None:
             ("reference", "copy and write"): {
                 "state_bytes": gib,
                 "copy_seconds": [0.1, 0.2, 9.0],
+                "snapshot_seconds": [0.3],
                 "plain_write_seconds": [1.0],
             },
             ("main", "none"): training(10.0, 10.0, gib, [], 0.0),
@@ -120,6 +121,7 @@ def test_figures_are_ratios_within_a_round() -> None:
             ("idle", "overlapped"): {"idle_seconds": 1e-5},
         }
     )
+    assert found["reference"]["snapshot_to_copy"] == pytest.approx(1.5)
     ours = found["overlapped"]
     assert ours["held"] == 0.01
     assert ours["held_first"] == 0.5

@@ -186,6 +186,7 @@ def main() -> None:
     parser.add_argument("--crash-where", default="training", choices=["training", "validation"])
     parser.add_argument("--lying-clock", type=int, help="rank whose clock runs slow and jumps")
     parser.add_argument("--no-policy", action="store_true")
+    parser.add_argument("--policy-rank", type=int, help="the only rank that has a policy; by default all have one")
     parser.add_argument("--write-seconds", type=float, default=0.0, help="slows each payload's write down")
     parser.add_argument("--group-timeout", type=float, default=1800.0, help="of the process group, seconds")
     parser.add_argument("--drain", action="store_true", help="confirms each save before training goes on")
@@ -207,6 +208,7 @@ def main() -> None:
         eval(args.trigger, {**RULES, "rank": rank}),
         eval(args.retention, dict(RULES)),
     )
+    no_policy = args.no_policy or args.policy_rank not in (None, rank)
     distributed: dict[str, Any] = {}
     train = partial(loader, args.loader, batches=10 * args.devices, num_workers=args.workers)
     if args.devices > 1:
@@ -223,9 +225,9 @@ def main() -> None:
     atexit.register(lambda: print(f"HANDLER {rank} {signal.getsignal(signal.SIGTERM) == handler}", flush=True))
     observer = fit(
         args.root,
-        None if args.no_policy else policy,
+        None if no_policy else policy,
         seed=args.seed,
-        ckpt_path=None if args.no_policy else "last",
+        ckpt_path=None if no_policy else "last",
         train=train,
         validate=True,
         callbacks=[

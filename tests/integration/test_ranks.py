@@ -221,6 +221,16 @@ def test_a_function_that_answers_differently_on_the_ranks_is_an_error(tmp_path: 
     assert re.search(f"CheckpointError: by trigger=.* {told} 9 s", output)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_a_policy_is_an_error(tmp_path: Path, rank: int) -> None:
+    output = run(tmp_path, *TWO, "--policy-rank", str(rank), "--group-timeout", "10", expect=None)
+    told = (
+        f"at setup rank {rank} is to compare its CheckpointPolicy with that of the others, and rank {1 - rank} didn't"
+    )
+    assert f"CheckpointPolicy: {told} come to that within 4.5 s" in output  # a warning
+    assert re.search(f"CheckpointError: {told} come to that within 9 s.*no CheckpointPolicy", output)
+
+
 # What isn't to be used like that
 
 
@@ -258,6 +268,19 @@ class Mean(Callback):
     on_train_start = on_train_end = note
 
 
+class Odd(Callback):
+    """Whose state can't be pickled on rank 1."""
+
+    def setup(self, trainer: Trainer, *args: Any, **options: Any) -> None:
+        self.rank = trainer.global_rank
+
+    def rank_state_dict(self) -> Any:
+        return {"open": (lambda: 1) if self.rank else 1}
+
+    def load_rank_state_dict(self, state: Any) -> None:
+        raise NotImplementedError
+
+
 def never(number: int, now: Any, since: Any) -> bool:
     return False
 
@@ -283,6 +306,7 @@ def main(root: Path) -> None:
     attempt("dirpath", CheckpointPolicy(own))
     attempt("number", *(CheckpointPolicy(root / str(number)) for number in range(1 + rank)))
     attempt("options", CheckpointPolicy(folder, storage_options={"key": "hidden", "token": "hidden"} if rank else None))
+    attempt("unpicklable", CheckpointPolicy(root / "unpicklable"), callbacks=[Odd()])
     attempt("strategy", CheckpointPolicy(folder), strategy=ModelParallelStrategy())
     mean = Mean(root / f"means-{rank}")
     for epochs in (1, 2):
@@ -339,6 +363,12 @@ def test_what_ranks_are_told(outcomes: Path, name: str, told: str) -> None:
         assert outcome.startswith(told.format(root=outcomes)), outcome
         assert "hidden" not in outcome
         assert ("so this can't be resumed" in outcome) == (name == "apart" and rank == 0)
+
+
+def test_a_state_of_one_rank_that_cannot_be_pickled_is_an_error_on_all(outcomes: Path) -> None:
+    told = "CheckpointSaveError: what Odd.rank_state_dict() returns can't be pickled"
+    for rank, there in ((0, f"CheckpointError: rank 1: {told}"), (1, told)):
+        assert (outcomes / f"unpicklable-{rank}").read_text().startswith(there)
 
 
 def test_a_resume_gives_all_ranks_the_buffers_of_rank_0(outcomes: Path) -> None:
