@@ -120,6 +120,8 @@ class Backend:
         """Whether a file lies where the folder should be."""
         try:
             return bool(self._call("read", "info", self.root or "/")["type"] == "file")
+        except (ConnectionError, TimeoutError):  # a write would have to wait in vain for as long again
+            raise
         except Exception:  # not there, or not for us to ask about; whether it can be written to is what counts
             return False
 

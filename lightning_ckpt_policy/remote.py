@@ -53,6 +53,7 @@ _NO_CREDENTIALS = (
     "ClientAuthenticationError",
     "CredentialUnavailableError",
 )
+_NO_CONNECTION = ("EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError", "ServiceRequestError")
 _STALE = (
     "ExpiredToken",
     "ExpiredTokenException",
@@ -229,6 +230,8 @@ class RemoteBackend(Backend, ABC):
             if isinstance(error, FileNotFoundError):
                 return error
             return FileNotFoundError(errno.ENOENT, "there is no such object", path)
+        if type(error).__name__ in _NO_CONNECTION:
+            return ConnectionError(errno.EHOSTUNREACH, f"the store can't be reached ({text})", path)
         if isinstance(error, OSError) and error.errno is not None:
             error.filename = error.filename or path
             return error

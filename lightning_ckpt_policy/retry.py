@@ -9,11 +9,22 @@ import time
 import traceback
 from collections.abc import Callable
 
-from tenacity import AsyncRetrying, RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_exponential,
+)
 
 from lightning_ckpt_policy.errors import BucketNotFoundError, DamagedCheckpointError
 
 TRIES = 4
+# seconds for which a machine's network may come up after a fit has begun
+REACHED_WITHIN = 20.0
 _FINAL_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG}
 )
@@ -56,6 +67,20 @@ def retrying(stop: threading.Event | None = None) -> Retrying:
         wait=_wait,
         retry=retry_if_exception(is_transient),
         sleep=time.sleep if stop is None else stop.wait,  # type: ignore[arg-type]
+        reraise=True,
+    )
+
+
+def reaching() -> Retrying:
+    """Call a function until the store answers it, for :data:`REACHED_WITHIN` at least: ``reaching()(function, *args)``.
+
+    Raises:
+        Exception: what the last try raised, or the first that isn't a ``ConnectionError`` or ``TimeoutError``.
+    """
+    return Retrying(
+        stop=stop_after_delay(REACHED_WITHIN),
+        wait=_wait,
+        retry=retry_if_exception_type((ConnectionError, TimeoutError)),
         reraise=True,
     )
 

@@ -49,6 +49,7 @@ from lightning_ckpt_policy.record import (
     is_safe_name,
     is_safe_run_id,
 )
+from lightning_ckpt_policy.retry import reaching
 
 PAYLOAD_SUFFIX = ".ckpt"
 _ATTEMPTS = "attempts"
@@ -357,15 +358,17 @@ class CheckpointStore:
         Raises:
             NotADirectoryError: It is a file.
             PermissionError: It can't be written to.
+            ConnectionError: The store doesn't answer.
         """
-        backend = self.backend
         try:
-            if backend.is_file():
-                raise NotADirectoryError
-            backend.makedirs()
-            keeps = backend.probe()
+            keeps = reaching()(self._probe)
         except (NotADirectoryError, FileExistsError):
             raise self._no_folder() from None
+        except (ConnectionError, TimeoutError) as error:
+            raise ConnectionError(
+                f"dirpath={self.url!r} doesn't answer ({self._redacted(error)}): see that the store can be reached "
+                "from here, and that the endpoint or account in storage_options or the environment is the right one"
+            ) from None
         except OSError as error:
             if not isinstance(error, PermissionError) and error.errno not in _READ_ONLY:
                 raise
@@ -379,6 +382,12 @@ class CheckpointStore:
                 f"dirpath={self.url!r}: this store takes no notice of If-None-Match. That is safe as long as one "
                 "process at a time saves there; two at once could overwrite each other's checkpoints",
             )
+
+    def _probe(self) -> bool:
+        if self.backend.is_file():
+            raise NotADirectoryError
+        self.backend.makedirs()
+        return self.backend.probe()
 
     def _no_folder(self) -> NotADirectoryError:
         return NotADirectoryError(

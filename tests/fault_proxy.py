@@ -77,10 +77,10 @@ class Request:
 
 
 class FaultProxy:
-    """A proxy on a free port of 127.0.0.1.
+    """A proxy on 127.0.0.1.
 
     Attributes:
-        port: Where it listens.
+        port: Where it listens, by default a free port.
         faults: What is to happen. May be changed at any time.
         log: Every request, in order of arrival.
         held: Connections that a fault holds now, or whose client hasn't ended them.
@@ -89,7 +89,15 @@ class FaultProxy:
         bytes_per_second: Limit for each connection and direction; 0 for none.
     """
 
-    def __init__(self, server_port: int, *faults: Fault, latency: float = 0.0, bytes_per_second: float = 0.0) -> None:
+    def __init__(
+        self,
+        server_port: int,
+        *faults: Fault,
+        latency: float = 0.0,
+        bytes_per_second: float = 0.0,
+        port: int = 0,
+    ) -> None:
+        self.port = port
         self.faults = list(faults)
         self.log: list[Request] = []
         self.held = 0
@@ -101,9 +109,9 @@ class FaultProxy:
         self._released = False
 
     def __enter__(self) -> FaultProxy:
-        listening = socket.create_server(("127.0.0.1", 0))
+        listening = socket.create_server(("127.0.0.1", self.port))
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PIECE)  # else a body goes into it unseen
-        self.port: int = listening.getsockname()[1]
+        self.port = listening.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._thread.start()

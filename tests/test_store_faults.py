@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import socket
+import threading
 import time
 import tracemalloc
 import uuid
@@ -452,10 +453,28 @@ def test_a_folder_of_many_records_is_read_in_few_requests_time(bench: Bench, mon
         assert read >= 60
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+    return port
+
+
 def test_a_server_that_is_not_there_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_ckpt_policy.remote.REQUEST_SECONDS", 4.0)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    store = CheckpointStore(bench.url, bench.server.options(port))
-    with pytest.raises(OSError, match=r"the store didn't write it|[Cc]onnect"):
+    monkeypatch.setattr(retry, "REACHED_WITHIN", 1.0)
+    store = CheckpointStore(bench.url, bench.server.options(free_port()))
+    with pytest.raises(ConnectionError, match="the endpoint or account in storage_options") as caught:
         store.check()
+    assert repr(bench.url) in str(caught.value)
+
+
+def test_a_server_that_is_reached_a_little_later_is_waited_for(bench: Bench) -> None:
+    proxy = FaultProxy(bench.server.port, port=free_port())
+    coming_up = threading.Timer(3.0, proxy.__enter__)
+    coming_up.start()
+    try:
+        CheckpointStore(bench.url, bench.server.options(proxy.port)).check()
+    finally:
+        coming_up.join()
+        proxy.__exit__()
+    assert proxy.log
