@@ -390,6 +390,7 @@ class CheckpointPolicy(Checkpoint):
                 "or join them in one with trigger=a | b and retention=a | b"
             )
         self._trainer = weakref.ref(trainer)
+        self._listens = False
         self._loaded = None
         self._resumed = None
         self._began = False
@@ -588,6 +589,11 @@ class CheckpointPolicy(Checkpoint):
             # Lightning makes the first iterator of a resumed fit before it tells the sampler which epoch it is
             self._release_loaders = _lightning.start_samplers_at(trainer, self._loaded["progress"]["epoch"])
 
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to hear signals: one that arrives from here on is acted on after the first batch."""
+        if not _lightning.fast_dev_run(trainer):
+            self._listen(trainer)
+
     # the fit
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -622,7 +628,10 @@ class CheckpointPolicy(Checkpoint):
         self._began = True
         self._attempt = _on_rank_zero(trainer, lambda: self._begin(same_process))
         self._active = True
-        self._listen(trainer)
+        self._signals = {}
+        self._validated_step = -1
+        if not self._listens:
+            self._listen(trainer)
         if self._overlap is not None:  # an earlier fit was interrupted at its barrier
             interrupted, self._overlap = self._overlap[1], None
             if interrupted is not None:
@@ -712,8 +721,6 @@ class CheckpointPolicy(Checkpoint):
 
     def _listen(self, trainer: Trainer) -> None:
         self._listens = bool(self.trigger.signals)
-        self._signals = {}
-        self._validated_step = -1
         if self._listens:
             self._release_validation = _lightning.before_validation(trainer, self._note_rng)
         if self._listens and not self._arrivals.install(
@@ -1402,6 +1409,7 @@ class CheckpointPolicy(Checkpoint):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take back what a fit that had nothing left to train was prepared with."""
         self._release()
+        self._arrivals.restore()
         self._to_load = None
 
     def _end_attempt(self, status: str) -> None:

@@ -184,6 +184,7 @@ def main() -> None:
         "--crash-how", default="raise", choices=["raise", "kill", "sigterm", "sigterm to all", "handler", "full"]
     )
     parser.add_argument("--crash-where", default="training", choices=["training", "validation"])
+    parser.add_argument("--sanity-check", action="store_true")
     parser.add_argument("--lying-clock", type=int, help="rank whose clock runs slow and jumps")
     parser.add_argument("--no-policy", action="store_true")
     parser.add_argument("--policy-rank", type=int, help="the only rank that has a policy; by default all have one")
@@ -230,6 +231,7 @@ def main() -> None:
         ckpt_path=None if no_policy else "last",
         train=train,
         validate=True,
+        num_sanity_val_steps=2 * args.sanity_check,
         callbacks=[
             Disturb(args.step_seconds, args.crash_at, args.crash_rank, args.crash_how, args.crash_where),
             Meddle(args.meddle_at),

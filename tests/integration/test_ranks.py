@@ -108,19 +108,26 @@ def test_case_09_a_signal_to_the_whole_process_group_with_workers(
 
 
 @pytest.mark.parametrize(
-    ("devices", "where"), [("2", "validation"), ("4", "training")], ids=["in a validation", "to all of four"]
+    ("devices", "where", "at", "saved"),
+    [
+        ("2", "validation", "9", (10, "validation_batch_end")),
+        ("2", "validation", "0", (1, "batch_end")),  # in the sanity check
+        ("4", "training", "9", (10, "validation_batch_end")),  # the first of a fit is heard after the first batch
+    ],
+    ids=["in a validation", "in the sanity check", "to all of four"],
 )
-def test_signals_save_once_and_leave_no_handler(tmp_path: Path, devices: str, where: str) -> None:
+def test_signals_save_once_and_leave_no_handler(
+    tmp_path: Path, devices: str, where: str, at: str, saved: tuple[int, str]
+) -> None:
     trigger = ("--trigger", "AtSteps([1000]) | OnSignal('SIGTERM', stop=True)")
     to = ("--crash-rank", "1") if devices == "2" else ()
-    sent = ("--crash-at", "9", "--crash-how", "sigterm", "--crash-where", where, *to)
-    output = run(tmp_path, "--devices", devices, *trigger, *sent)
+    sent = ("--crash-at", at, "--crash-how", "sigterm", "--crash-where", where, *to)
+    output = run(tmp_path, "--devices", devices, "--sanity-check", *trigger, *sent)
     store = CheckpointStore(str(tmp_path / "ckpt"))
     (record,) = store.records()
     store.verify(record)
     assert record.world_size == int(devices)
-    assert record.step == 10
-    assert record.point == "validation_batch_end"  # the first of a fit is heard after the first batch
+    assert (record.step, record.point) == saved
     assert [attempt.status for attempt in store.attempts()] == ["stopped"]
     assert [f"HANDLER {rank} True" in output for rank in range(int(devices))] == [True] * int(devices), output
 

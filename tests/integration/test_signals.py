@@ -177,6 +177,7 @@ PROGRAMS: dict[str, Callable[[Path], object]] = {
     "usr1_stops": lambda root: run(
         root, partial(Send, 5, send("SIGUSR1")), policy(root, OnSignal("SIGUSR1", stop=True))
     ),
+    "sanity_check": lambda root: run(root, partial(Send, 0, send("SIGTERM"), "validation"), num_sanity_val_steps=2),
     "accumulation": lambda root: run(root, partial(Send, 2, send("SIGTERM")), accumulate_grad_batches=3),
     "validation": lambda root: run(root, partial(Send, 20, send("SIGTERM"), "validation")),
     "validation_mid_epoch": lambda root: run(
@@ -272,6 +273,7 @@ def goes_on_as_if_nothing_had_been(programs: Path, tmp_path: Path, name: str, **
         ("train", 6, "OnSignal(signals=('SIGTERM',), stop=True)"),
         ("no_stop", 6, "OnSignal(signals=('SIGTERM',), stop=False)"),
         ("usr1_stops", 6, "OnSignal(signals=('SIGUSR1',), stop=True)"),
+        ("sanity_check", 1, "OnSignal(signals=('SIGTERM',), stop=True)"),
         ("twice", 6, "OnSignal(signals=('SIGTERM',), stop=True)"),
     ],
 )
@@ -364,6 +366,19 @@ def test_what_an_earlier_handler_raises_ends_the_fit_once_the_state_is_saved(
     assert [each.status for each in store.attempts()] == [attempt]
     assert "BACK True" in output
     goes_on_as_if_nothing_had_been(programs, tmp_path, name)
+
+
+def test_a_fit_that_fails_in_its_sanity_check_or_has_nothing_to_train_brings_handlers_back(tmp_path: Path) -> None:
+    def fail() -> None:
+        assert signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL
+        raise RuntimeError("of the validation")
+
+    used = policy(tmp_path, OnSignal("SIGUSR2"))
+    with pytest.raises(RuntimeError, match="of the validation"):
+        run(tmp_path, partial(Send, 0, fail, "validation"), used, num_sanity_val_steps=2)
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    run(tmp_path, partial(Send, -1, fail), used, num_sanity_val_steps=2, max_epochs=0)
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 
 def test_a_fit_in_another_thread_says_that_it_hears_no_signals(tmp_path: Path) -> None:
