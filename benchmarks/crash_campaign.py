@@ -69,10 +69,10 @@ from lightning_ckpt_policy import (
     KeepBest,
     KeepLast,
     KeepSteps,
+    object_stores,
     snapshot,
 )
 from lightning_ckpt_policy import backends as backends_module
-from lightning_ckpt_policy import remote as remote_module
 from lightning_ckpt_policy.checksum import Checksum
 from lightning_ckpt_policy.errors import SupersededError
 from lightning_ckpt_policy.record import CheckpointRecord
@@ -353,7 +353,7 @@ class Tripwire:
 
     def _wrap_requests(self) -> None:
         """What an object store is asked for; a payload's requests are sent from a thread of their own."""
-        wire, call = self, remote_module.RemoteBackend._call
+        wire, call = self, object_stores.ObjectStoreBackend._call
 
         def call_(backend: Any, doing: str, method: str, *args: Any, **kwargs: Any) -> Any:
             operation = {"pipe_file": "upload", "rm_file": "unlink"}.get(method)
@@ -361,8 +361,8 @@ class Tripwire:
                 return call(backend, doing, method, *args, **kwargs)
             return wire.around(operation, lambda: call(backend, doing, method, *args, **kwargs))
 
-        remote_module.RemoteBackend._call = call_  # type: ignore[method-assign]
-        for cls in set(remote_module.REMOTE_BACKENDS.values()):
+        object_stores.ObjectStoreBackend._call = call_  # type: ignore[method-assign]
+        for cls in set(object_stores.OBJECT_STORES.values()):
             for name in ("_begin", "_send", "_complete", "_clean_up"):
                 self._wrap_coroutine(cls, name)
 
@@ -541,7 +541,7 @@ def train(job: Job, rank: int, observer: Observer, policy: CheckpointPolicy | No
     # so that this small state is copied in the background too, and written in several pieces past the page cache
     snapshot.DEFER_BYTES, snapshot.CHUNK_BYTES = 1, 4096
     if not job.url.startswith("s3"):  # which takes no parts as small as that
-        remote_module.PART_BYTES = 4096
+        object_stores.PART_BYTES = 4096
     seed_everything(1 + rank, verbose=False)  # DDP lets all ranks begin with rank 0's weights
     callbacks: list[Callback] = [observer]
     if policy is not None:

@@ -666,9 +666,9 @@ def make_backend(url: str, storage_options: Mapping[str, Any] | None = None) -> 
     protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
     backend = _BACKENDS.get(protocol)
     if backend is None and getattr(fs, "async_impl", False):
-        from lightning_ckpt_policy.remote import REMOTE_BACKENDS  # it builds on this module
+        from lightning_ckpt_policy.object_stores import OBJECT_STORES  # it builds on this module
 
-        backend = REMOTE_BACKENDS.get(protocol)
+        backend = OBJECT_STORES.get(protocol)
     made = (backend or FolderBackend)(fs, path, storage_options)
     made.fresh = lambda: make_filesystem(url, storage_options)[0]
     return made

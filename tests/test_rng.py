@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ckpt_policy.remote import _CLIENTS
+from lightning_ckpt_policy.object_stores import _CLIENTS
 from lightning_ckpt_policy.rng import collect_rng_state, draw_apart, restore_rng_state
 from lightning_ckpt_policy.store import CheckpointStore
 from tests.fault_proxy import Fault, FaultProxy

@@ -20,8 +20,8 @@ import pytest
 from lightning_ckpt_policy import retry
 from lightning_ckpt_policy.errors import BucketNotFoundError
 from lightning_ckpt_policy.ledger import DeleteFailure, Ledger
+from lightning_ckpt_policy.object_stores import ObjectStoreBackend
 from lightning_ckpt_policy.record import CheckpointRecord
-from lightning_ckpt_policy.remote import RemoteBackend
 from lightning_ckpt_policy.retention import KeepLast
 from lightning_ckpt_policy.store import CheckpointStore
 from lightning_ckpt_policy.writer import BackgroundWriter
@@ -321,7 +321,7 @@ def test_a_server_that_stops_answering_is_given_up(bench: Bench, kind: str, oper
 
 def test_uploads_of_a_killed_attempt_are_swept_and_no_one_elses(bench: Bench) -> None:
     backend = bench.store.backend
-    assert isinstance(backend, RemoteBackend)
+    assert isinstance(backend, ObjectStoreBackend)
     pending = bench.store.begin(1, "run", 1)
     foreign = bench.store.begin(1, "other", 1)
     for one in (pending, foreign):
@@ -347,8 +347,8 @@ def test_a_read_that_is_cut_is_done_again(bench: Bench) -> None:
 
 def test_a_read_that_hangs_ends(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     record = bench.save()
-    monkeypatch.setattr("lightning_ckpt_policy.remote.REQUEST_SECONDS", 2.0)
-    monkeypatch.setattr("lightning_ckpt_policy.remote.FLOOR_BYTES_PER_SECOND", 1e9)
+    monkeypatch.setattr("lightning_ckpt_policy.object_stores.REQUEST_SECONDS", 2.0)
+    monkeypatch.setattr("lightning_ckpt_policy.object_stores.FLOOR_BYTES_PER_SECOND", 1e9)
     bench.proxy.faults.append(Fault("black_hole", "GET", r"\.ckpt(\?|$)", times=FOREVER))
     with pytest.raises(TimeoutError, match=r"read it within 2 s"):
         bench.store.verify(record)
@@ -460,7 +460,7 @@ def free_port() -> int:
 
 
 def test_a_server_that_is_not_there_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_ckpt_policy.remote.REQUEST_SECONDS", 4.0)
+    monkeypatch.setattr("lightning_ckpt_policy.object_stores.REQUEST_SECONDS", 4.0)
     monkeypatch.setattr(retry, "REACHED_WITHIN", 1.0)
     store = CheckpointStore(bench.url, bench.server.options(free_port()))
     with pytest.raises(ConnectionError, match="the endpoint or account in storage_options") as caught:

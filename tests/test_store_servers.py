@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ckpt_policy import remote
+from lightning_ckpt_policy import object_stores
 from lightning_ckpt_policy.store import CheckpointStore
 from tests.servers import Server
 from tests.store_conformance import Folder, StoreConformance
@@ -21,7 +21,9 @@ class ServerConformance(StoreConformance):
 
     @pytest.fixture(autouse=True)
     def _quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(remote, "REQUEST_SECONDS", 10.0)  # moto says 500 for ever of an upload that was aborted
+        monkeypatch.setattr(
+            object_stores, "REQUEST_SECONDS", 10.0
+        )
 
     @pytest.fixture
     def server(self, server_of: Callable[[str], Server]) -> Server:

@@ -92,7 +92,7 @@ def _whole_mib(size: float) -> int:
     return -int(-size // _MIB) * _MIB
 
 
-class RemoteBackend(Backend, ABC):
+class ObjectStoreBackend(Backend, ABC):
     """One folder of a store that takes a payload in parts."""
 
     slow_reads = True
@@ -372,7 +372,7 @@ class RemoteBackend(Backend, ABC):
         """
 
 
-class S3Backend(RemoteBackend):
+class S3Backend(ObjectStoreBackend):
     """S3, and what speaks its language."""
 
     permissions: ClassVar[Mapping[str, str]] = {
@@ -455,7 +455,7 @@ class S3Backend(RemoteBackend):
         return []
 
 
-class GcsBackend(RemoteBackend):
+class GcsBackend(ObjectStoreBackend):
     """Google Cloud Storage: parts are objects of their own, which the store then puts together."""
 
     most_parts: ClassVar[int] = 10_000
@@ -541,7 +541,7 @@ class GcsBackend(RemoteBackend):
         return parts
 
 
-class AzureBackend(RemoteBackend):
+class AzureBackend(ObjectStoreBackend):
     """Azure Blob Storage: blocks that one request then makes a blob of."""
 
     most_parts: ClassVar[int] = 50_000
@@ -584,7 +584,7 @@ class AzureBackend(RemoteBackend):
         return True
 
 
-REMOTE_BACKENDS: dict[str, type[RemoteBackend]] = {
+OBJECT_STORES: dict[str, type[ObjectStoreBackend]] = {
     "s3": S3Backend,
     "s3a": S3Backend,
     "gs": GcsBackend,
