@@ -46,9 +46,9 @@ from lightning_ckpt_policy.barrier import (
 from lightning_ckpt_policy.errors import (
     CheckpointError,
     CheckpointSaveError,
-    DamagedCheckpointError,
     SnapshotChangedError,
     SupersededError,
+    describe,
 )
 from lightning_ckpt_policy.interval import Measured, Pace, SaveCost, costs_of, failures_of, typical_cost
 from lightning_ckpt_policy.io import DEFAULT_SAVE_TIMEOUT, GRACE, AsyncCheckpointIO, SaveRequest
@@ -56,6 +56,7 @@ from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, Ledger, RuleFailure, Sa
 from lightning_ckpt_policy.meeting import Meeting, shown
 from lightning_ckpt_policy.rank_state import collect_rank_state, declaring, restore_rank_state
 from lightning_ckpt_policy.record import CheckpointRecord, is_safe_name
+from lightning_ckpt_policy.resume import lineage, marked, open_record, select
 from lightning_ckpt_policy.retention import KeepAll, KeepLast, Retention, as_retention, best
 from lightning_ckpt_policy.rng import collect_rng_state, restore_rng_state
 from lightning_ckpt_policy.signals import RAISED, SignalCounter
@@ -467,49 +468,6 @@ class CheckpointPolicy(Checkpoint):
             current.writers.append(self._writer)
         self._io = current
 
-    def _select(self, trainer: Trainer, fitting: bool) -> CheckpointRecord | None:
-        """The checkpoint that ``ckpt_path="last"`` stands for, or ``None`` if nothing was saved yet."""
-        store = self._bind(trainer)
-        records, names = store.listed()
-        self._tell_of_lost_records(store, records, names)
-        if not records:
-            return None
-        candidates = _lineage(records)
-        if fitting and all(record.weights_only for record in candidates):
-            raise ValueError(
-                f'ckpt_path="last": the checkpoints in {store.url!r} were saved with save_weights_only=True and '
-                "can't be resumed from. Pass a path to trainer.validate or load_from_checkpoint, or use another dirpath"
-            )
-        skipped: list[str] = []
-        for record in candidates:
-            if store.whole(record):
-                if skipped:
-                    rank_zero_warn(
-                        f"Damaged or missing in {store.url!r}: {', '.join(skipped)}. The checkpoint before, "
-                        f"{record.path!r}, is loaded instead"
-                    )
-                return record
-            skipped.append(record.path)
-        raise DamagedCheckpointError(
-            f'ckpt_path="last": none of the {len(candidates)} checkpoints of the newest run in {store.url!r} is whole '
-            f"(newest: {candidates[0].path!r}). Pass an older checkpoint's path, or move the damaged ones away to "
-            "start afresh"
-        )
-
-    def _tell_of_lost_records(self, store: CheckpointStore, records: list[CheckpointRecord], names: set[str]) -> None:
-        """Warn of files named like this policy's, past the newest checkpoint, that nothing vouches for."""
-        newest = max((record.step for record in records), default=-1)
-        lost = sorted(
-            name
-            for name in names
-            if not names & {f"{name}.json", f"{name}.pending"} and _step_in(name, self.filename) > newest
-        )
-        if lost:
-            rank_zero_warn(
-                f"CheckpointPolicy: {', '.join(lost)} in {store.url!r} has no record, which was lost or never written, "
-                'and is passed over by ckpt_path="last". If it is yours and whole, pass its path as ckpt_path'
-            )
-
     def _open(self, path: str) -> BinaryIO | None:
         """Open a checkpoint of this store, verified while it is read; ``None`` if ``path`` isn't one."""
         trainer = self._trainer()
@@ -521,34 +479,15 @@ class CheckpointPolicy(Checkpoint):
         if name is None:
             return None
         opened: list[BinaryIO] = []
-        open_record = store.open_verified if self.verify == "on_resume" else store.open
 
         def choose() -> CheckpointRecord | None:
-            records = store.records()
-            if path == self._selected:
-                # another process may have saved, or deleted what was selected, since then
-                candidates = [record for record in _lineage(records) if not record.damaged]
-            else:
-                candidates = [record for record in records if record.path == name]
-            for candidate, following in zip(candidates, [*candidates[1:], None], strict=False):
-                try:
-                    opened.append(_read_twice(open_record, candidate))
-                    return candidate
-                except (DamagedCheckpointError, FileNotFoundError) as error:
-                    if following is None:
-                        raise DamagedCheckpointError(
-                            f"{error}. "
-                            + (
-                                "No older checkpoint of this run is left: move the damaged ones away to start afresh"
-                                if path == self._selected
-                                else 'Pass ckpt_path="last", which falls back to a whole one, or another path'
-                            )
-                        ) from error
-                    rank_zero_warn(f"{error}. The checkpoint before it, {following.path!r}, is loaded instead")
-                    _mark_damaged(store, candidate)
-            # not one of ours, or its record was lost: Lightning loads it, or says that it isn't there
-            rank_zero_warn(f"{path!r} has no record in {store.url!r}: it is loaded without being verified")
-            return None
+            found = open_record(store, name, self._selected == path, verify=self.verify == "on_resume")
+            if found is None:
+                # not one of ours, or its record was lost: Lightning loads it, or says that it isn't there
+                rank_zero_warn(f"{path!r} has no record in {store.url!r}: it is loaded without being verified")
+                return None
+            opened.append(found[1])
+            return found[0]
 
         if not together:  # a load of the user's own, perhaps on one rank alone
             choose()
@@ -557,7 +496,9 @@ class CheckpointPolicy(Checkpoint):
         if record is None:
             return None
         self._resumed = record
-        return opened[0] if opened else open_record(record)
+        if opened:
+            return opened[0]
+        return store.open_verified(record) if self.verify == "on_resume" else store.open(record)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep what this package stored in the checkpoint."""
@@ -668,7 +609,7 @@ class CheckpointPolicy(Checkpoint):
         self._ledger = None
         attempt = self._begin_attempt(store, same_process)
         # from now on an older process of this run confirms nothing more
-        records = _marked(store, store.records())
+        records = marked(store, store.records())
         swept = store.sweep(attempt.run_id, attempt.number)
         if swept:
             rank_zero_info(f"Removed what an interrupted save left in {store.url!r}: {', '.join(swept)}")
@@ -695,7 +636,7 @@ class CheckpointPolicy(Checkpoint):
 
     def _begin_attempt(self, store: CheckpointStore, same_process: bool) -> Attempt:
         records = store.records()
-        newest = next((record for record in _lineage(records) if not record.damaged), None)
+        newest = next((record for record in lineage(records) if not record.damaged), None)
         if self._resumed is not None:
             # a requeued job goes on with the run, even if the process before it has saved since "last" was looked up
             last = self._asked_for_last and newest is not None and newest.run_id == self._resumed.run_id
@@ -1325,7 +1266,7 @@ class CheckpointPolicy(Checkpoint):
             self._end_attempt("finished")
         except (OSError, CheckpointError) as error:  # the training is complete and saved
             rank_zero_warn(
-                f"What an earlier attempt left in {self.store.url!r} could not be removed: {_describe(error)}"
+                f"What an earlier attempt left in {self.store.url!r} could not be removed: {describe(error)}"
             )
 
     def _finish(self, trainer: Trainer, confirmed: bool, pruned: bool, status: str) -> None:
@@ -1347,7 +1288,7 @@ class CheckpointPolicy(Checkpoint):
         if error is not None:
             self._end_attempt("error")
             raise CheckpointSaveError(
-                f"the last save of this fit could not be confirmed in {self.store.url!r}: {_describe(error)}. "
+                f"the last save of this fit could not be confirmed in {self.store.url!r}: {describe(error)}. "
                 f"The newest confirmed checkpoint is {self.last_model_path or 'none'}"
             ) from error
         self._end_attempt(status)
@@ -1403,7 +1344,7 @@ class CheckpointPolicy(Checkpoint):
                 if self._can_save(trainer, {}):
                     self._save(trainer, now, point, reasons, time.perf_counter(), last=True, hold=False)
             except Exception as error:  # it must not mask the one that is on its way
-                rank_zero_warn(f"What a signal asked for could not be saved: {_describe(error)}")
+                rank_zero_warn(f"What a signal asked for could not be saved: {describe(error)}")
         return stops
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -1427,7 +1368,7 @@ class CheckpointPolicy(Checkpoint):
         if not run_within(note, min(GRACE, self.save_timeout)):
             errors.append(TimeoutError("the store didn't answer in time"))
         for error in errors:
-            rank_zero_warn(f"The end of this attempt could not be noted in {self.store.url!r}: {_describe(error)}")
+            rank_zero_warn(f"The end of this attempt could not be noted in {self.store.url!r}: {describe(error)}")
 
     def _tell_loggers(self, trainer: Trainer, exception: BaseException | None) -> None:
         intervals: dict[str, float] = {}
@@ -1445,7 +1386,7 @@ class CheckpointPolicy(Checkpoint):
             except Exception as error:
                 if exception is None:
                     raise
-                rank_zero_warn(f"{type(logger).__name__}.after_save_checkpoint failed: {_describe(error)}")
+                rank_zero_warn(f"{type(logger).__name__}.after_save_checkpoint failed: {describe(error)}")
 
     def _report(self, trainer: Trainer, final: bool = False, exception: BaseException | None = None) -> None:
         """Tell loggers and the user, on the main thread, what happened in the background."""
@@ -1455,7 +1396,7 @@ class CheckpointPolicy(Checkpoint):
             event = ledger.events.popleft()
             if isinstance(event, RuleFailure):
                 self._warn_once(
-                    f"retention={self.retention!r} can't decide what stays: {_describe(event.error)}. Nothing is "
+                    f"retention={self.retention!r} can't decide what stays: {describe(event.error)}. Nothing is "
                     "deleted while that lasts",
                     about="rule",
                 )
@@ -1463,7 +1404,7 @@ class CheckpointPolicy(Checkpoint):
             if not isinstance(event, SaveOutcome):
                 self._delete_failures += 1
                 rank_zero_warn(
-                    f"{event.record.path!r} could not be deleted from {self.store.url!r}: {_describe(event.error)}. "
+                    f"{event.record.path!r} could not be deleted from {self.store.url!r}: {describe(event.error)}. "
                     f"It is tried again after the next save ({self._delete_failures} failed so far)"
                 )
                 continue
@@ -1481,7 +1422,7 @@ class CheckpointPolicy(Checkpoint):
                 self._failures += 1
                 rank_zero_warn(
                     f"The checkpoint of step {event.step} could not be saved in {self.store.url!r}: "
-                    f"{_describe(event.error)}. Training goes on, older checkpoints are kept "
+                    f"{describe(event.error)}. Training goes on, older checkpoints are kept "
                     f"({self._failures} of max_consecutive_failures={self.max_consecutive_failures})"
                 )
         if ledger.excess:
@@ -1504,7 +1445,7 @@ class CheckpointPolicy(Checkpoint):
         if self._failures >= self.max_consecutive_failures:
             raise CheckpointSaveError(
                 f"{self._failures} saves in a row failed in {self.store.url!r}, the last one with "
-                f"{_describe(self._last_error)}. Mend the store and start again from "
+                f"{describe(self._last_error)}. Mend the store and start again from "
                 f"{self.last_model_path or 'the beginning'}, or raise max_consecutive_failures"
             ) from self._last_error
 
@@ -1609,7 +1550,7 @@ def _answer_ckpt_path(trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any) -> 
     errors: list[Exception] = []
     for policy in policies:
         try:
-            record = policy._select(trainer, fitting)
+            record = select(policy._bind(trainer), policy.filename, fitting)
         except (CheckpointError, ValueError) as error:
             errors.append(error)
         else:
@@ -1632,41 +1573,6 @@ def _answer_ckpt_path(trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any) -> 
     return True, None
 
 
-def _lineage(records: list[CheckpointRecord]) -> list[CheckpointRecord]:
-    """The records of the run that holds the highest sequence, newest first."""
-    if not records:
-        return []
-    newest_first = sorted(records, key=lambda record: (record.sequence, record.created_at, record.path), reverse=True)
-    return [record for record in newest_first if record.run_id == newest_first[0].run_id]
-
-
-def _marked(store: CheckpointStore, records: list[CheckpointRecord]) -> list[CheckpointRecord]:
-    """The records, those after their run's newest whole one marked as damaged: retention mustn't count them."""
-    for record in _lineage(records):
-        if store.whole(record):
-            break
-        _mark_damaged(store, record)
-        records = [replace(other, damaged=True) if other is record else other for other in records]
-    return records
-
-
-def _read_twice(read: Callable[[CheckpointRecord], BinaryIO], record: CheckpointRecord) -> BinaryIO:
-    """What ``read`` gives; once more if it is damaged, since a byte may have been lost on its way alone."""
-    try:
-        return read(record)
-    except DamagedCheckpointError:
-        return read(record)
-
-
-def _mark_damaged(store: CheckpointStore, record: CheckpointRecord) -> None:
-    """Note it in the store, if that can be written to."""
-    if not record.damaged:
-        try:
-            store.mark_damaged(record)
-        except (OSError, CheckpointError) as error:
-            rank_zero_warn(f"{record.path!r} could not be marked as damaged in {store.url!r}: {_describe(error)}")
-
-
 def _is_ending(trainer: Trainer, now: Progress, epoch_ends: bool) -> bool:
     """Whether the fit ends with the current batch, as far as can be known now."""
     if 0 <= trainer.max_steps <= now.step:
@@ -1686,7 +1592,7 @@ def _on_rank_zero(trainer: Trainer, function: Callable[[], T]) -> T:
         except Exception as caught:
             error = caught
     if trainer.world_size > 1:
-        text = None if error is None else _describe(error)
+        text = None if error is None else describe(error)
         # a program that catches one of this package's errors must do so on every rank
         kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
         result, text, kind = trainer.strategy.broadcast((result, text, kind))
@@ -1707,7 +1613,7 @@ def _on_each_rank(trainer: Trainer, function: Callable[[], T]) -> list[T]:
         result = function()
     except Exception as caught:
         error = caught
-    ranks = _gather(trainer, (result, None if error is None else _describe(error)))
+    ranks = _gather(trainer, (result, None if error is None else describe(error)))
     if error is not None:
         raise error
     for rank, (_, text) in enumerate(ranks):
@@ -1807,22 +1713,12 @@ def _optimized(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str,
                         yield f"{name} ({key})", value
 
 
-def _step_in(name: str, filename: str) -> int:
-    """The step in a checkpoint's name, -1 if it isn't one of this template."""
-    steps = [int(digits) for digits in re.findall(r"\d+", name)]
-    return next((step for step in steps if f"{filename.format(step=step)}.ckpt" == name), -1)
-
-
 def _shortened(reason: str) -> str:
     return reason if len(reason) <= _REASON_CHARACTERS else reason[: _REASON_CHARACTERS - 1] + "…"
 
 
 def _new_run_id() -> str:
     return uuid.uuid4().hex
-
-
-def _describe(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _check_filename(filename: object) -> None:

@@ -57,3 +57,12 @@ class BucketNotFoundError(CheckpointError, FileNotFoundError):
     >>> issubclass(BucketNotFoundError, FileNotFoundError)
     True
     """
+
+
+def describe(error: BaseException | None) -> str:
+    """An error as text, with its type.
+
+    >>> describe(ValueError("no"))
+    'ValueError: no'
+    """
+    return f"{type(error).__name__}: {error}"
