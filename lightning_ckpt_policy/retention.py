@@ -14,9 +14,11 @@ nothing to register.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import enum
 import heapq
 import math
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -91,16 +93,15 @@ def _kept_by(rule: Retention, records: Sequence[CheckpointRecord], now: float) -
     Raises:
         TypeError: It does.
     """
-    answer, known = rule.keep(records, now), {record.sequence for record in records}
-    if isinstance(answer, (set, frozenset)) and answer <= known:
-        return set(answer)
-    kept = list(answer) if isinstance(answer, Iterable) else [None]
-    if not all(isinstance(each, int) and each in known for each in kept):
-        raise TypeError(
-            f"{rule!r}.keep returned {answer!r}: it must return the sequence of each of the given records that stays, "
-            "as {record.sequence for record in records if ...}"
-        )
-    return set(kept)
+    answer = rule.keep(records, now)
+    with contextlib.suppress(TypeError):  # not iterable, or its members can't be in a set
+        kept = set(answer)
+        if kept <= {record.sequence for record in records}:
+            return kept
+    raise TypeError(
+        f"{rule!r}.keep returned {reprlib.repr(answer)}: it must return the sequence of each of the given records that stays, "
+        "as {record.sequence for record in records if ...}"
+    )
 
 
 # The rules

@@ -306,8 +306,10 @@ def test_what_a_rule_of_ones_own_may_not_answer(answer: Any, of: Callable[[Reten
         planned(of(Answers(answer)), steps(10, 20, 30))
 
 
-def test_a_rule_of_ones_own_may_answer_with_any_iterable() -> None:
-    assert planned(Answers(lambda records: (record.sequence for record in records)), steps(10, 20, 30)) == []
+@pytest.mark.parametrize("kind", [list, frozenset, iter, np.array])
+def test_a_rule_of_ones_own_may_answer_with_any_iterable(kind: Callable[[list[int]], object]) -> None:
+    rule = Answers(lambda records: kind([record.sequence for record in records]))
+    assert planned(rule, steps(10, 20, 30)) == []
 
 
 def test_case_06_nan_is_never_best() -> None:
