@@ -99,8 +99,8 @@ def _kept_by(rule: Retention, records: Sequence[CheckpointRecord], now: float) -
         if kept <= {record.sequence for record in records}:
             return kept
     raise TypeError(
-        f"{rule!r}.keep returned {reprlib.repr(answer)}: it must return the sequence of each of the given records that stays, "
-        "as {record.sequence for record in records if ...}"
+        f"{rule!r}.keep returned {reprlib.repr(answer)}: it must return the sequence of each of the given records "
+        "that stays, as {record.sequence for record in records if ...}"
     )
 
 
