@@ -569,6 +569,7 @@ def make_filesystem(url: str, storage_options: Mapping[str, Any] | None = None) 
 
     Raises:
         ValueError: The protocol isn't known, or the filesystem refuses the options.
+        ConnectionError: It asked a service about the options, and that didn't answer.
         ImportError: The package for the protocol isn't installed.
 
     >>> fs, path = make_filesystem("memory://bucket/run")
@@ -596,10 +597,14 @@ def make_filesystem(url: str, storage_options: Mapping[str, Any] | None = None) 
             fs = fsspec.filesystem("file", **options)  # type: ignore[no-untyped-call]
             return fs, str(fs._strip_protocol(url))
         fs, path = fsspec.core.url_to_fs(url, **options)  # type: ignore[no-untyped-call]
-    except (ValueError, TypeError) as error:
-        text = redact(str(error), storage_options)
+    except Exception as error:
+        text = redact(str(error) if isinstance(error, (ValueError, TypeError)) else repr(error), storage_options)
         # a text with a secret in it must not come back in the chain of causes either
-        cause = error if text == str(error) else None
+        cause = error if redact_error(error, storage_options) and "***" not in text else None
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):  # it asked who one is
+            raise ConnectionError(
+                f"dirpath={url!r}: the filesystem can't be reached with its storage_options: {text}"
+            ) from cause
         raise ValueError(f"dirpath={url!r}: the filesystem refuses its storage_options: {text}") from cause
     return _Discreet(fs, storage_options) if storage_options else fs, str(path)
 

@@ -1303,6 +1303,12 @@ class CheckpointPolicy(Checkpoint):
             self._end_with(trainer, pl_module, exception)
         finally:
             self._arrivals.restore()
+            self._note_sigterm(trainer)
+
+    def _note_sigterm(self, trainer: Trainer) -> None:
+        """Let who asks ``trainer.received_sigterm`` know of one that no save point followed."""
+        if self._listens and SIGTERM in self._arrivals.counts:
+            _lightning.stop_as_after_sigterm(trainer)
 
     def _end_with(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         asked = self._active and self._listens and bool(self._arrivals.counts)
@@ -1352,6 +1358,9 @@ class CheckpointPolicy(Checkpoint):
         self._release()
         self._arrivals.restore()
         self._to_load = None
+        if not self._began:
+            self._note_sigterm(trainer)
+            self._arrivals.raise_held()
 
     def _end_attempt(self, status: str) -> None:
         assert self._ledger is not None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 
 from lightning_ckpt_policy import _torch
 from lightning_ckpt_policy.errors import CheckpointError
 
-# seconds of one look into the store
-_SLICE = 5.0
+# seconds of the first look into the store, and between those that follow
+_SLICE, _POLLS_AFTER = 5.0, 0.5
 # seconds after which a rank that waits for others says so; it fails after this share of the process group's timeout
 _TELLS_AFTER, _FAILS_AFTER = 30.0, 0.9
 
@@ -51,16 +52,17 @@ class Meeting:
         store.set(self._of(self._rank), here)
         if store.add(here, 1) == self._ranks:
             store.set(f"{here}/all", "")
-        waited, told = 0.0, False
-        while not _torch.is_set_within(
-            store, f"{here}/all", seconds := min(_SLICE, self._limit / 2, max(self._limit - waited, 0.1))
-        ):
-            waited += seconds
+        began, told = time.monotonic(), False
+        # torch prints a warning wherever such a wait ends in vain, so there is a single one
+        arrived = _torch.is_set_within(store, f"{here}/all", min(_SLICE, self._limit / 2))
+        while not (arrived or store.check([f"{here}/all"])):
+            waited = time.monotonic() - began
             if (told and waited < self._limit) or waited < min(_TELLS_AFTER, self._limit / 2):
+                time.sleep(_POLLS_AFTER)
                 continue
             message = (
                 f"{when} rank {self._rank} is {aim}, and {shown(self._absent(here))} didn't come to that within "
-                f"{waited:g} s. {why}"
+                f"{waited:.0f} s. {why}"
             )
             if told:
                 raise CheckpointError(message)

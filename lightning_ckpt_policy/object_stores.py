@@ -42,6 +42,7 @@ _IN_FLIGHT_BYTES = PART_BYTES * CONNECTIONS
 _LEAST_CONNECTIONS = 4
 _MIB = 1 << 20
 _NO_PERMISSION = (401, 403)
+_BUSY = (429, 500, 502, 503, 504)
 _NO_CREDENTIALS = (
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -53,7 +54,13 @@ _NO_CREDENTIALS = (
     "ClientAuthenticationError",
     "CredentialUnavailableError",
 )
-_NO_CONNECTION = ("EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError", "ServiceRequestError")
+_NO_CONNECTION = (
+    "EndpointConnectionError",
+    "ConnectTimeoutError",
+    "ClientConnectorError",
+    "ServiceRequestError",
+    "SSLError",
+)
 _STALE = (
     "ExpiredToken",
     "ExpiredTokenException",
@@ -230,8 +237,10 @@ class ObjectStoreBackend(Backend, ABC):
             if isinstance(error, FileNotFoundError):
                 return error
             return FileNotFoundError(errno.ENOENT, "there is no such object", path)
-        if type(error).__name__ in _NO_CONNECTION:
+        if any(kind.__name__ in _NO_CONNECTION for kind in type(error).__mro__):
             return ConnectionError(errno.EHOSTUNREACH, f"the store can't be reached ({text})", path)
+        if status in _BUSY:
+            return ConnectionError(errno.EBUSY, f"the store didn't {doing} it for now ({text})", path)
         if isinstance(error, OSError) and error.errno is not None:
             error.filename = error.filename or path
             return error

@@ -22,6 +22,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import ClassVar, cast
 
 from lightning_ckpt_policy._compose import (
@@ -98,12 +99,30 @@ def _kept_by(rule: Retention, records: Sequence[CheckpointRecord], now: float) -
         return answer
     with contextlib.suppress(TypeError):  # not iterable, or its members can't be in a set
         kept = set(answer)
-        if kept <= {record.sequence for record in records}:
+        numbers = all(isinstance(each, Integral) and not isinstance(each, bool) for each in kept)
+        if numbers and not isinstance(answer, bytes) and kept <= {record.sequence for record in records}:
             return kept
     raise TypeError(
         f"{rule!r}.keep returned {reprlib.repr(answer)}: it must return the sequence of each of the given records "
         "that stays, as {record.sequence for record in records if ...}"
     )
+
+
+def _worth_by(rule: Retention, records: Sequence[CheckpointRecord], now: float) -> list[tuple[Worth, list[int]]]:
+    """Why a rule keeps what it keeps.
+
+    Raises:
+        TypeError: That is something else than what it keeps.
+    """
+    reasons = [(worth, list(ranked)) for worth, ranked in rule.worth(records, now)]
+    if type(rule).__module__ != __name__:
+        told = {sequence for _, ranked in reasons for sequence in ranked}
+        if told != _kept_by(rule, records, now):
+            raise TypeError(
+                f"{rule!r}.worth returned reasons for {reprlib.repr(sorted(told))}: together they must hold exactly "
+                "what its keep returns"
+            )
+    return reasons
 
 
 # The rules
@@ -394,7 +413,7 @@ class KeepUnder(Retention):
         return self._weigh(records, now)[0]
 
     def worth(self, records: Sequence[CheckpointRecord], now: float) -> Iterable[tuple[Worth, list[int]]]:
-        return _only(self.keep(records, now), self.rule.worth(records, now))
+        return _only(self.keep(records, now), _worth_by(self.rule, records, now))
 
     def excess(self, records: Sequence[CheckpointRecord], now: float) -> int:
         return max(0, -self._weigh(records, now)[1], self.rule.excess(records, now))
@@ -402,7 +421,7 @@ class KeepUnder(Retention):
     def _weigh(self, records: Sequence[CheckpointRecord], now: float) -> tuple[set[int], int]:
         """What stays, and the bytes that are left beside what never goes."""
         sizes = {record.sequence: record.size for record in records}
-        reasons = list(self.rule.worth(records, now))
+        reasons = _worth_by(self.rule, records, now)
         kept = set[int]().union(*(ranked for _, ranked in reasons))
         fixed = {record.sequence for record in records if record.pinned}
         fixed.update([max(sizes)] if sizes else [])
@@ -461,7 +480,7 @@ class _RetentionGroup(Group[Retention], Retention):
 
     def worth(self, records: Sequence[CheckpointRecord], now: float) -> Iterable[tuple[Worth, list[int]]]:
         # in an order of their own, since groups that differ in the order of their members are equal
-        return [part for rule in sorted(self.members, key=repr) for part in rule.worth(records, now)]
+        return [part for rule in sorted(self.members, key=repr) for part in _worth_by(rule, records, now)]
 
     def excess(self, records: Sequence[CheckpointRecord], now: float) -> int:
         return max(rule.excess(records, now) for rule in self.members)

@@ -30,7 +30,16 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from tqdm import tqdm
 
 from lightning_ckpt_policy import retention
-from lightning_ckpt_policy.backends import PROBE, Backend, Entry, LocalBackend, check_transfer, make_backend, redact
+from lightning_ckpt_policy.backends import (
+    PROBE,
+    Backend,
+    Entry,
+    LocalBackend,
+    check_transfer,
+    make_backend,
+    redact,
+    redact_error,
+)
 from lightning_ckpt_policy.checksum import ALGORITHM, Checksum, checksum_of
 from lightning_ckpt_policy.errors import (
     CheckpointError,
@@ -197,6 +206,10 @@ class CheckpointStore:
         part_bytes: int | None = None,
     ) -> None:
         self._given = _checked_url(url)
+        if storage_options is not None and not isinstance(storage_options, Mapping):
+            raise TypeError(
+                f"storage_options: a dictionary as for fsspec was expected, not {type(storage_options).__name__}"
+            )
         self._options = dict(storage_options or {})
         check_transfer(connections, part_bytes)
         self._connections = connections
@@ -345,8 +358,12 @@ class CheckpointStore:
 
         Raises:
             FileNotFoundError: It is missing.
+            DamagedCheckpointError: It has another size.
         """
         backend = self.backend
+        size = backend.size(record.path)
+        if size not in (None, record.size):
+            raise self._damaged(record, f"has {size:,} bytes instead of {record.size:,}")
         # a file there is read in one request after the other
         return _held(record, backend.chunks(record.path)) if backend.slow_reads else backend.open(record.path)
 
@@ -359,6 +376,7 @@ class CheckpointStore:
             NotADirectoryError: It is a file.
             PermissionError: It can't be written to.
             ConnectionError: The store doesn't answer.
+            OSError: Anything else is wrong.
         """
         try:
             keeps = reaching()(self._probe)
@@ -369,13 +387,20 @@ class CheckpointStore:
                 f"dirpath={self.url!r} doesn't answer ({self._redacted(error)}): see that the store can be reached "
                 "from here, and that the endpoint or account in storage_options or the environment is the right one"
             ) from None
-        except OSError as error:
-            if not isinstance(error, PermissionError) and error.errno not in _READ_ONLY:
+        except Exception as error:
+            number = error.errno if isinstance(error, OSError) else errno.EIO
+            if isinstance(error, PermissionError) or number in _READ_ONLY:
+                raise PermissionError(
+                    f"dirpath={self.url!r} can't be written to ({self._redacted(error)}): "
+                    "give this user the right to make and delete files there, or use another dirpath"
+                ) from None
+            if isinstance(error, CheckpointError) or isinstance(self.backend, LocalBackend):
                 raise
-            raise PermissionError(
-                f"dirpath={self.url!r} can't be written to ({self._redacted(error)}): "
-                "give this user the right to make and delete files there, or use another dirpath"
-            ) from None
+            raise OSError(
+                number or errno.EIO,
+                f"dirpath={self.url!r} can't be used ({self._redacted(error)[:300]}): see that it is a store of that "
+                "kind, and that the endpoint and the other storage_options are right",
+            ) from (error if redact_error(error, self._options) else None)
         if not keeps:
             self._warn(
                 PROBE,

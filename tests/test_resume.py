@@ -90,6 +90,22 @@ def test_without_verification_only_the_size_counts(store: CheckpointStore) -> No
     found[1].close()
 
 
+@pytest.mark.parametrize("size", [5, None])
+def test_without_verification_too_one_of_another_size_is_passed_over(store: CheckpointStore, size: int | None) -> None:
+    _, second, third = three(store)
+    if size is None:
+        Path(store.path_of(third)).unlink()
+    else:
+        spoil(store, third, size)
+    with pytest.warns(UserWarning, match=rf"The checkpoint before it, '{second.path}', is loaded instead"):
+        found = open_record(store, third.path, True, verify=False)
+    assert found is not None
+    assert found[0] == second
+    found[1].close()
+    with pytest.raises((DamagedCheckpointError, FileNotFoundError)):
+        store.open(third)
+
+
 def test_a_payload_whose_record_was_lost_is_told_of(store: CheckpointStore) -> None:
     _, second, third = three(store)
     Path(f"{store.path_of(third)}.json").unlink()

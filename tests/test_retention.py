@@ -28,6 +28,7 @@ from lightning_ckpt_policy.retention import (
     KeepUnder,
     KeepWithin,
     Retention,
+    Worth,
     as_retention,
     best,
     excess,
@@ -288,6 +289,9 @@ class Answers(Retention):
         lambda records: {record.step for record in records},
         lambda records: [[record.sequence] for record in records],
         lambda records: [record.sequence for record in records] + [99],
+        lambda records: [True] * len(records),
+        lambda records: {record.step > 0 for record in records},
+        lambda records: bytes(record.sequence for record in records),
         lambda records: None,
         lambda records: records[0].sequence,
     ],
@@ -304,6 +308,27 @@ class Answers(Retention):
 def test_what_a_rule_of_ones_own_may_not_answer(answer: Any, of: Callable[[Retention], Retention]) -> None:
     with pytest.raises(TypeError, match=r"Answers.*keep returned .* it must return the sequence of each"):
         planned(of(Answers(answer)), steps(10, 20, 30))
+
+
+class Explains(KeepAll):
+    def __init__(self, ranked: Callable[[list[int]], Any]) -> None:
+        object.__setattr__(self, "ranked", ranked)
+
+    def worth(self, records: Sequence[CheckpointRecord], now: float) -> Any:
+        return [(Worth.BEST, self.ranked([record.sequence for record in records]))]  # type: ignore[attr-defined]
+
+
+def test_a_rule_of_ones_own_may_explain_itself_with_any_iterable() -> None:
+    assert planned(KeepUnder("1MB", of=Explains(iter)), steps(10, 20, 30)) == []
+
+
+@pytest.mark.parametrize(
+    "ranked", [lambda them: [], lambda them: them[1:], lambda them: [*them, 99], lambda them: None]
+)
+@pytest.mark.parametrize("of", [lambda rule: rule, lambda rule: rule | KeepLast(1)])
+def test_a_rule_of_ones_own_that_explains_something_else_deletes_nothing(ranked: Any, of: Any) -> None:
+    with pytest.raises(TypeError, match=r"must hold exactly what its keep returns|not iterable"):
+        planned(KeepUnder("1MB", of=of(Explains(ranked))), steps(10, 20, 30))
 
 
 @pytest.mark.parametrize("kind", [list, frozenset, iter, np.array])

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from lightning.pytorch import Callback, Trainer
@@ -237,6 +238,38 @@ def test_refused_options(tmp_path: Path, told: Told) -> None:
             build(f"faulty://{tmp_path}", {"target_protocol": SECRETS[0], "secret": SECRETS[1]})
         told.errors.append(raised.value)
     assert leaks(told.text()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "told_as"),
+    [
+        (ConnectionError, ConnectionError),
+        (TimeoutError, ConnectionError),
+        (FileNotFoundError, ValueError),
+        (KeyError, ValueError),
+        (AttributeError, ValueError),
+        (RuntimeError, ValueError),
+    ],
+)
+def test_options_that_another_error_quotes(
+    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], told_as: type[Exception]
+) -> None:
+    """As gcsfs's, which asks Google whose a token is and fails with the URL it asked."""
+    encoded = quote(SECRETS[0], safe="")
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        try:
+            raise RuntimeError(f"cause: {SECRETS[0]}")
+        except RuntimeError as error:
+            raise kind(f"no answer from https://host/tokeninfo?access_token={encoded}") from error
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
+    with pytest.raises(told_as, match=rf"dirpath='faulty://{tmp_path}'.*storage_options") as raised:
+        CheckpointStore(f"faulty://{tmp_path}", {"token": SECRETS[0]})
+    told.errors.append(raised.value)
+    text = told.text()
+    assert leaks(text) == []
+    assert encoded not in text
 
 
 def test_an_uncaught_error_of_a_script(tmp_path: Path) -> None:

@@ -459,13 +459,39 @@ def free_port() -> int:
     return port
 
 
-def test_a_server_that_is_not_there_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def elsewhere(options: Any, change: tuple[str, str]) -> Any:
+    """Options with other endpoints."""
+    if isinstance(options, dict):
+        return {key: elsewhere(value, change) for key, value in options.items()}
+    return options.replace(*change) if isinstance(options, str) else options
+
+
+@pytest.mark.parametrize(
+    "change", [("", ""), ("127.0.0.1", "no-such-host.invalid"), ("http://", "https://")], ids=["port", "host", "https"]
+)
+def test_a_server_that_is_not_there_is_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, change: tuple[str, str]
+) -> None:
     monkeypatch.setattr("lightning_ckpt_policy.object_stores.REQUEST_SECONDS", 4.0)
     monkeypatch.setattr(retry, "REACHED_WITHIN", 1.0)
-    store = CheckpointStore(bench.url, bench.server.options(free_port()))
+    port = bench.proxy.port if change[0] == "http://" else free_port()
+    store = CheckpointStore(bench.url, elsewhere(bench.server.options(port), change))
     with pytest.raises(ConnectionError, match="the endpoint or account in storage_options") as caught:
         store.check()
     assert repr(bench.url) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "told"), [(503, ConnectionError, "doesn't answer"), (400, OSError, "can't be used")]
+)
+def test_a_server_that_refuses_everything_is_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[OSError], told: str
+) -> None:
+    monkeypatch.setattr("lightning_ckpt_policy.object_stores.REQUEST_SECONDS", 4.0)
+    monkeypatch.setattr(retry, "REACHED_WITHIN", 1.0)
+    bench.proxy.faults.append(Fault("status", times=FOREVER, code=code))
+    with pytest.raises(kind, match=f"dirpath='{bench.url}' {told}"):
+        bench.store.check()
 
 
 def test_a_server_that_is_reached_a_little_later_is_waited_for(bench: Bench) -> None:

@@ -381,6 +381,30 @@ def test_a_fit_that_fails_in_its_sanity_check_or_has_nothing_to_train_brings_han
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 
+@pytest.mark.parametrize("options", [{"max_epochs": 0}, {"limit_train_batches": 0}])
+def test_a_signal_that_no_batch_follows_is_known_afterwards(tmp_path: Path, options: dict[str, int]) -> None:
+    """Sent in the sanity check; as in a fit without a policy."""
+    ended = run(tmp_path, partial(Send, 0, send("SIGTERM"), "validation"), num_sanity_val_steps=2, **options)
+    assert ended.trainer.received_sigterm  # type: ignore[attr-defined]
+
+
+def test_a_signal_before_an_error_is_known_afterwards(tmp_path: Path) -> None:
+    trainers = []
+
+    class Look(Callback):
+        def on_exception(self, trainer: Trainer, *args: Any) -> None:
+            trainers.append(trainer)
+
+    def fail() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise RuntimeError("of the validation")
+
+    with pytest.raises(RuntimeError, match="of the validation"):
+        run(tmp_path, partial(Send, 0, fail, "validation"), num_sanity_val_steps=2, callbacks=[Look()])
+    (trainer,) = trainers
+    assert trainer.received_sigterm
+
+
 def test_a_fit_in_another_thread_says_that_it_hears_no_signals(tmp_path: Path) -> None:
     told: list[str] = []
 
