@@ -472,8 +472,8 @@ def elsewhere(options: Any, change: tuple[str, str]) -> Any:
 def test_a_server_that_is_not_there_is_told(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, change: tuple[str, str]
 ) -> None:
-    monkeypatch.setattr("lightning_ckpt_policy.object_stores.REQUEST_SECONDS", 4.0)
-    monkeypatch.setattr(retry, "REACHED_WITHIN", 1.0)
+    monkeypatch.setattr("lightning_ckpt_policy.object_stores.REQUEST_SECONDS", 2.0)
+    monkeypatch.setattr(retry, "REACHED_WITHIN", 0.2)
     port = bench.proxy.port if change[0] == "http://" else free_port()
     store = CheckpointStore(bench.url, elsewhere(bench.server.options(port), change))
     with pytest.raises(ConnectionError, match="the endpoint or account in storage_options") as caught:
@@ -487,8 +487,8 @@ def test_a_server_that_is_not_there_is_told(
 def test_a_server_that_refuses_everything_is_told(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[OSError], told: str
 ) -> None:
-    monkeypatch.setattr("lightning_ckpt_policy.object_stores.REQUEST_SECONDS", 4.0)
-    monkeypatch.setattr(retry, "REACHED_WITHIN", 1.0)
+    monkeypatch.setattr("lightning_ckpt_policy.object_stores.REQUEST_SECONDS", 2.0)
+    monkeypatch.setattr(retry, "REACHED_WITHIN", 0.2)
     bench.proxy.faults.append(Fault("status", times=FOREVER, code=code))
     with pytest.raises(kind, match=f"dirpath='{bench.url}' {told}"):
         bench.store.check()
