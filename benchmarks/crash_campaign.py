@@ -75,6 +75,7 @@ from lightning_ckpt_policy import (
 from lightning_ckpt_policy import backends as backends_module
 from lightning_ckpt_policy.checksum import Checksum
 from lightning_ckpt_policy.errors import SupersededError
+from lightning_ckpt_policy.ledger import Ledger
 from lightning_ckpt_policy.record import CheckpointRecord
 from lightning_ckpt_policy.retention import AnyOf, Retention
 from lightning_ckpt_policy.rng import collect_rng_state
@@ -298,6 +299,13 @@ class Tripwire:
             "finish_attempt": "end",
         }.items():
             self._wrap_activity(CheckpointStore, name, activity)
+        delete, notes = Ledger._delete, self.notes
+
+        def asking(ledger: Ledger, record: CheckpointRecord) -> None:
+            notes.add("asking", path=record.path)
+            delete(ledger, record)
+
+        Ledger._delete = asking  # type: ignore[method-assign]
         for cls in {backends_module.Backend, *backends_module._BACKENDS.values()}:
             for name in ("write", "write_payload", "delete", "probe"):
                 if name in vars(cls):
@@ -927,6 +935,7 @@ class Watch:
         self.foreign: dict[str, bytes] = {}
         self.history: dict[str, CheckpointRecord] = {}  # all that were ever confirmed
         self.deleting: dict[str, set[int]] = {}  # what was begun to be deleted, and by which processes
+        self.asking: set[tuple[int, str]] = set()  # processes that are about to ask whether they still may delete what
         self.numbers: set[int] = set()
         self.starts = 0
         self.base = 0  # newest step before the attempt
@@ -955,6 +964,8 @@ class Watch:
                 self.history[record.path] = record
             elif note["what"] == "attempt":
                 self.numbers.add(note["number"])
+            elif note["what"] == "asking":
+                self.asking.add((note["pid"], note["path"]))
             elif note["what"] == "deleting":
                 if note["path"] in self.job.rule.kept(self.history.values()):
                     raise Broken(f"{note['path']!r} is being deleted, which the rule keeps: {self._told()}")
@@ -1297,13 +1308,15 @@ class Run:
             before, fresh = self.watch.look()
             # a second one that finds nothing left to train may begin no attempt
             superseded = any(note["pid"] == second and note["what"] == "attempt" for note in fresh)
+            # an object store's deletes go several at a time: one may have been told that it may, and not have begun
+            asked = {path for pid, path in self.watch.asking if pid == first}
             os.kill(first, signal.SIGCONT)
             self._finished([first], self._end(first), (0, SUPERSEDED))
             now, fresh = self.watch.look()
             self.result.looks += 2
-            begun = [note["path"] for note in fresh if note["pid"] == first and note["what"] == "deleting"]
+            begun = {note["path"] for note in fresh if note["pid"] == first and note["what"] == "deleting"} - asked
             if begun and superseded:
-                raise Broken(f"a superseded attempt (process {first}) began to delete {begun}")
+                raise Broken(f"a superseded attempt (process {first}) began to delete {sorted(begun)}")
             # the delete that it was in the middle of may be finished
             gone = {r.path for r in before.records} - {r.path for r in now.records} - self.watch.deleting_by(first)
             if superseded and (gone or not now.names <= before.names):
