@@ -378,7 +378,7 @@ class CheckpointPolicy(Checkpoint):
         self._install_io(trainer)
         policies = [callback for callback in _lightning.callbacks(trainer) if isinstance(callback, CheckpointPolicy)]
         if trainer.world_size > 1 and policies[0] is self:
-            _meeting(trainer, f"setup {next(_setups)}").wait(
+            _meeting_of(trainer, f"setup {next(_setups)}").wait(
                 "to compare its CheckpointPolicy with that of the others",
                 "at setup",
                 "Either that is slower, or it has no CheckpointPolicy: give each rank the same callbacks",
@@ -852,7 +852,7 @@ class CheckpointPolicy(Checkpoint):
         if trainer.world_size > 1:
             if self.trigger.foreign:
                 assert self._attempt is not None
-                self._meeting = _meeting(trainer, f"{self._attempt.run_id}/{self._attempt.number}")
+                self._meeting = _meeting_of(trainer, f"{self._attempt.run_id}/{self._attempt.number}")
             self._agreement = Agreement(
                 functools.partial(_greatest, trainer.strategy.root_device),
                 leads=trainer.is_global_zero,
@@ -1647,7 +1647,7 @@ def _greatest(device: torch.device, values: Sequence[float]) -> list[float]:
     return tensor.tolist()
 
 
-def _meeting(trainer: Trainer, name: str) -> Meeting:
+def _meeting_of(trainer: Trainer, name: str) -> Meeting:
     return Meeting(f"{STATE_KEY}/{name}", trainer.global_rank, trainer.world_size, _lightning.group_timeout(trainer))
 
 

@@ -52,22 +52,21 @@ class Meeting:
         store.set(self._of(self._rank), here)
         if store.add(here, 1) == self._ranks:
             store.set(f"{here}/all", "")
-        began, told = time.monotonic(), False
+        began, told, patience = time.monotonic(), False, min(_TELLS_AFTER, self._limit / 2)
         # torch prints a warning wherever such a wait ends in vain, so there is a single one
         arrived = _torch.is_set_within(store, f"{here}/all", min(_SLICE, self._limit / 2))
         while not (arrived or store.check([f"{here}/all"])):
-            waited = time.monotonic() - began
-            if (told and waited < self._limit) or waited < min(_TELLS_AFTER, self._limit / 2):
+            if time.monotonic() - began < patience:
                 time.sleep(_POLLS_AFTER)
                 continue
             message = (
                 f"{when} rank {self._rank} is {aim}, and {shown(self._absent(here))} didn't come to that within "
-                f"{waited:.0f} s. {why}"
+                f"{patience:g} s. {why}"
             )
             if told:
                 raise CheckpointError(message)
             warnings.warn(f"CheckpointPolicy: {message}", stacklevel=2)
-            told = True
+            told, patience = True, self._limit
         if self._rank == 0 and self._before:  # all ranks have left the one before
             store.delete_key(self._before)
             store.delete_key(f"{self._before}/all")

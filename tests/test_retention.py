@@ -768,7 +768,7 @@ def test_a_rule_in_place_of_a_list() -> None:
 # Speed
 
 
-def test_planning_takes_about_as_long_as_there_are_records() -> None:
+def test_a_hundred_thousand_records() -> None:
     one = record(1)
     records = []
     for i in range(100_000):  # copies, since checking each would take longer than the planning
@@ -791,10 +791,10 @@ def test_planning_takes_about_as_long_as_there_are_records() -> None:
     )
     budget = KeepUnder("20kB", KeepLast(5000) | KeepBest(3000, "loss") | KeepEveryNSteps(50) | KeepWithin(hours=1))
     for each in (rule, budget):
-        seconds = {10_000: math.inf, 100_000: math.inf}
-        for count in [*seconds] * 3:
+        seconds = []
+        for _ in range(3):
             start = time.process_time()
-            gone = plan(each, records[:count], now=1e7)
-            seconds[count] = min(seconds[count], time.process_time() - start)
+            gone = plan(each, records, now=1e7)
+            seconds.append(time.process_time() - start)
         assert 75_000 < len(gone) < 100_000
-        assert seconds[100_000] < 40 * seconds[10_000]  # 10 to 15 times; 100 where each record looked at all others
+        assert min(seconds) < 0.5
