@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 
 from lightning_ckpt_policy import _lightning
 from lightning_ckpt_policy.backends import make_backend
-from lightning_ckpt_policy.errors import CheckpointSaveError
+from lightning_ckpt_policy.errors import CheckpointSaveError, describe
 from lightning_ckpt_policy.ledger import DELETE_TIMEOUT, SaveInFlight
 from lightning_ckpt_policy.retry import forget_frames, retrying
 from lightning_ckpt_policy.snapshot import Image, Staging, Still, take_snapshot
@@ -196,7 +196,7 @@ class AsyncCheckpointIO(CheckpointIO):
             try:
                 retrying()(make_backend(folder, self._storage_options).delete, name)
             except Exception as error:  # a removal never ends training; it is reported
-                self._warn(f"{target!r} could not be removed: {type(error).__name__}: {error}")
+                self._warn(f"{target!r} could not be removed: {describe(error)}")
 
         if self.managed:
             TorchCheckpointIO().remove_checkpoint(target)
@@ -230,7 +230,7 @@ class AsyncCheckpointIO(CheckpointIO):
         forget_frames(error)
         with self._lock:
             self._failed = (target, error)
-        self._warn(f"{target!r} could not be written: {type(error).__name__}: {error}. Older checkpoints are kept")
+        self._warn(f"{target!r} could not be written: {describe(error)}. Older checkpoints are kept")
 
     def _warn(self, message: str) -> None:
         with self._lock:
